@@ -1,0 +1,81 @@
+# Everything runs in .venv, which `make env` builds from PyPI alone.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+
+PYTHON ?= python3
+WORKERS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+
+stage = @printf '\n=== %s\n'
+
+.PHONY: help
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+.PHONY: env
+env: $(STAMP) ## build .venv with the package, all extras and the development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	$(stage) 'environment ($(VENV))'
+	@$(PYTHON) -c 'import sys; sys.exit("samestep needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	@touch $(STAMP)
+
+.PHONY: demo
+demo: $(STAMP) ## the same model on FSDP and ZeRO-3, and what pure bf16 loses (under 4 minutes)
+	PYTHONPATH=examples $(BIN)/python -m demo
+
+.PHONY: ruff
+ruff: $(STAMP) ## style and formatting
+	$(stage) 'ruff'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(STAMP) ## static types
+	$(stage) 'pyrefly'
+	$(BIN)/pyrefly check
+
+.PHONY: layers
+layers: $(STAMP) ## which module may import which
+	$(stage) 'import-linter'
+	$(BIN)/lint-imports --no-logo
+
+.PHONY: lint
+lint: ruff types layers ## all static checks
+
+# Tests reach no network, and one thread per process leaves the cores to the ranks.
+test test-fast unit distributed: export HF_HUB_OFFLINE := 1
+test test-fast unit distributed: export OMP_NUM_THREADS := 1
+
+.PHONY: unit
+unit: $(STAMP) ## tests without ranks
+	$(stage) 'tests without ranks'
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/architecture
+
+.PHONY: distributed
+distributed: $(STAMP) ## tests with real ranks
+	$(stage) 'tests with real ranks'
+	$(BIN)/python -m pytest -q --durations=10 tests/distributed tests/equivalence
+
+.PHONY: test
+test: lint unit distributed ## every check (under 25 minutes on 2 cores)
+	$(stage) 'every check passed'
+
+.PHONY: test-fast
+test-fast: lint unit ## the checks for every edit (under 2 minutes)
+	$(stage) 'the fast checks passed'
+
+.PHONY: format
+format: $(STAMP) ## let ruff mend style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: clean
+clean: ## remove .venv, caches and run folders
+	rm -rf $(VENV) runs dist build .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
