@@ -19,10 +19,16 @@ EXTRA = "Install the extra: pip install 'samestep[data]'."
 class Row(NamedTuple):
     """One row of the data."""
 
-    where: str
-    """The place to name in an error, e.g. "data/train.jsonl:12"."""
+    file: str
+    place: str
+    """The place in the file: ":12" (a line) or ": row 3"."""
     values: dict[str, Any]
     """Column name to value."""
+
+    @property
+    def where(self) -> str:
+        """What to name in an error, e.g. "data/train.jsonl:12"."""
+        return self.file + self.place
 
 
 def read_rows(source: str | HubData, *, limit: int | None = None) -> Iterator[Row]:
@@ -31,7 +37,7 @@ def read_rows(source: str | HubData, *, limit: int | None = None) -> Iterator[Ro
     Rows come in the order of the file, at most `limit` of them. A .json file holds a list of objects, or one
     object a line. Raises DataError, naming file and line, for anything that cannot be read.
     """
-    rows = _read_hub(source) if isinstance(source, HubData) else _read_path(Path(source).expanduser())
+    rows = _read_hub(source) if isinstance(source, HubData) else _read_path(Path(source))
     return islice(rows, limit)
 
 
@@ -44,10 +50,8 @@ def _read_path(path: Path) -> Iterator[Row]:
     for file in _files(path):
         try:
             yield from _READERS[file.suffix.lower()](file)
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"byte {error.start} is not UTF-8.", where=str(file), remedy="Save the file as UTF-8."
-            ) from None
+        except UnicodeDecodeError:
+            raise DataError("is not UTF-8.", where=str(file), remedy="Save the file as UTF-8.") from None
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror or error}.", where=str(file)) from None
 
@@ -76,8 +80,8 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{path}:{number}"
-                yield Row(where, _json_object(_parse_json(line, where), where))
+                row = Row(str(path), f":{number}", {})
+                yield row._replace(values=_json_object(_parse_json(line, row.where), row.where))
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -93,8 +97,8 @@ def _read_json(path: Path) -> Iterator[Row]:
     except RecursionError:
         raise DataError("JSON nested too deeply.", where=str(path)) from None
     for number, value in enumerate(values, start=1):
-        where = f"{path}: row {number}"
-        yield Row(where, _json_object(value, where))
+        row = Row(str(path), f": row {number}", {})
+        yield row._replace(values=_json_object(value, row.where))
 
 
 def _parse_json(line: str, where: str) -> object:
@@ -134,7 +138,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 elif len(fields) != len(header):
                     raise DataError(f"{len(fields)} fields under {len(header)} columns.", where=where)
                 else:
-                    yield Row(where, dict(zip(header, fields, strict=True)))
+                    yield Row(str(path), f":{reader.line_num}", dict(zip(header, fields, strict=True)))
         except csv.Error as error:
             raise DataError(f"broken CSV: {error}.", where=f"{path}:{reader.line_num}") from None
 
@@ -158,7 +162,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 for values in batch.to_pylist():
                     number += 1
-                    yield Row(f"{path}: row {number}", values)
+                    yield Row(str(path), f": row {number}", values)
     except pyarrow.ArrowException as error:
         raise DataError(f"broken Parquet: {_first_line(error)}", where=str(path)) from None
 
@@ -177,7 +181,7 @@ def _read_hub(source: HubData) -> Iterator[Row]:
             remedy="Check data.path.hub, name and split, and the network.",
         ) from None
     for number, values in enumerate(rows, start=1):
-        yield Row(f"{source.hub}: row {number}", dict(values))
+        yield Row(source.hub, f": row {number}", dict(values))
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from samestep.data.files import Row
 from samestep.errors import DataError
+from samestep.recipe.checks import template_fields
 from samestep.recipe.schema import Data
+from samestep.recipe.suggest import nearest
 
 
 class Segment(NamedTuple):
@@ -42,27 +43,33 @@ class Format:
     optional: frozenset[str]
     """Columns, by the format's name, that a file may lack."""
     render: Render
-    special_tokens: bool
-    """Whether the tokenizer adds its special tokens; a chat template writes them itself."""
+    chat: bool
+    """Whether the one column holds a conversation and not text. A chat template writes the special tokens itself."""
 
     def text(self, row: Row) -> Text:
         """The row as text. Raises DataError for a value that is no text."""
         values = {name: row.values.get(column) for name, column in self.columns.items()}
-        if all(_is_blank(value) for value in values.values()):
+        if not self.chat:
+            values = {name: _text(value, self.columns[name], row.where) for name, value in values.items()}
+        if not any(value.strip() if isinstance(value, str) else value for value in values.values()):
             return Text(row.where, [])
-        return Text(row.where, self.render(values, row.where))
+        segments = self.render(values, row.where)
+        if not any(segment.counts and segment.text.strip() for segment in segments):
+            # An empty response teaches nothing, also where a template puts a space in front of it.
+            segments = [Segment(segment.text, False) for segment in segments]
+        return Text(row.where, segments)
 
     def require_columns(self, rows: Iterable[Row], *, where: str) -> None:
         """Raise DataError when a column that the format needs is in none of the rows."""
         found = list(dict.fromkeys(column for row in rows for column in row.values))
         for name, column in self.columns.items():
             if column not in found and name not in self.optional:
-                near = difflib.get_close_matches(column, found, n=1, cutoff=0.5)
-                guess = f'Did you mean "{near[0]}"? ' if near else ""
+                near = nearest(column, found)
+                guess = f'Did you mean "{near}"? ' if near else ""
                 raise DataError(
                     f'there is no column "{column}"; found: {", ".join(found) or "none"}.',
                     where=where,
-                    remedy=f"{guess}Name it in data.columns: {{{name}: {near[0] if near else 'COLUMN'}}}.",
+                    remedy=f"{guess}Name it in data.columns: {{{name}: {near or 'COLUMN'}}}.",
                 )
 
 
@@ -91,7 +98,7 @@ def build_format(data: Data, *, chat: Callable[[Any, str], list[Segment]]) -> Fo
         columns={**{name: name for name in names}, **_renamed(data.columns, names)},
         optional=optional,
         render=_all_counts(render) if data.loss_on == "all" else render,
-        special_tokens=data.template is not None or data.format != "messages",
+        chat=data.template is None and data.format == "messages",
     )
 
 
@@ -107,18 +114,17 @@ def _renamed(columns: dict[str, str], names: list[str]) -> dict[str, str]:
 
 
 def _alpaca(values: dict[str, Any], where: str) -> list[Segment]:
-    given = _text(values, "input", where)
-    middle = f"### Input:\n{given}\n\n" if given else ""
-    prompt = f"### Instruction:\n{_text(values, 'instruction', where)}\n\n{middle}### Response:\n"
-    return [Segment(prompt, False), Segment(_text(values, "output", where), True)]
+    middle = f"### Input:\n{values['input']}\n\n" if values["input"] else ""
+    prompt = f"### Instruction:\n{values['instruction']}\n\n{middle}### Response:\n"
+    return [Segment(prompt, False), Segment(values["output"], True)]
 
 
 def _prompt_completion(values: dict[str, Any], where: str) -> list[Segment]:
-    return [Segment(_text(values, "prompt", where), False), Segment(_text(values, "completion", where), True)]
+    return [Segment(values["prompt"], False), Segment(values["completion"], True)]
 
 
 def _plain(values: dict[str, Any], where: str) -> list[Segment]:
-    return [Segment(_text(values, "text", where), True)]
+    return [Segment(values["text"], True)]
 
 
 def _all_counts(render: Render) -> Render:
@@ -127,17 +133,11 @@ def _all_counts(render: Render) -> Render:
 
 def _template_pieces(template: str) -> list[tuple[str, str | None]]:
     """Literal texts, each with the column that follows it (None at the end)."""
-    remedy = "Write columns as {name}, and a brace of the text as {{ or }}."
     try:
-        parsed = list(Formatter().parse(template))
+        template_fields(template)
     except ValueError as error:
-        raise DataError(f"not a template: {error}.", where="data.template", remedy=remedy) from None
-    for _, name, spec, conversion in parsed:
-        if name is not None and (not name or spec or conversion or set(name) & set(".[]{}")):
-            raise DataError(f'"{{{name}}}" is not the name of a column.', where="data.template", remedy=remedy)
-    if all(name is None for _, name, _, _ in parsed):
-        raise DataError("the template names no column.", where="data.template", remedy=remedy)
-    return [(literal, name) for literal, name, _, _ in parsed]
+        raise DataError(f"{error}.", where="data.template") from None
+    return [(literal, name) for literal, name, _, _ in Formatter().parse(template)]
 
 
 def _marker(data: Data) -> str | None:
@@ -161,7 +161,7 @@ def _template_render(pieces: list[tuple[str, str | None]], marker: str | None) -
         for literal, name in pieces:
             if marker and prompt_length is None and marker in literal:
                 prompt_length = len(text) + literal.index(marker) + len(marker)
-            text += literal + (_text(values, name, where) if name is not None else "")
+            text += literal + (values[name] if name is not None else "")
         if marker and prompt_length is None:
             found = text.find(marker)
             prompt_length = found + len(marker) if found >= 0 else len(text)
@@ -170,9 +170,8 @@ def _template_render(pieces: list[tuple[str, str | None]], marker: str | None) -
     return render
 
 
-def _text(values: dict[str, Any], name: str, where: str) -> str:
+def _text(value: object, column: str, where: str) -> str:
     """The value as text: nothing and NaN are empty, numbers as Python and truth values as JSON writes them."""
-    value = values.get(name)
     if isinstance(value, str):
         return value
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -181,13 +180,7 @@ def _text(values: dict[str, Any], name: str, where: str) -> str:
         return "true" if value else "false"
     if isinstance(value, int | float):
         return str(value)
-    raise DataError(f'column "{name}" holds a {type(value).__name__}, not text.', where=where)
-
-
-def _is_blank(value: object) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or value == [] or (isinstance(value, float) and math.isnan(value))
+    raise DataError(f'column "{column}" holds a {type(value).__name__}, not text.', where=where)
 
 
 _FORMATS: dict[str, tuple[list[str], Render]] = {

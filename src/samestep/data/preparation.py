@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -106,18 +106,11 @@ def prepare(data: Data, tokenizer: Any, *, seed: int) -> Prepared:
 def _read_source(data: Data, path: str | HubData, layout: Format, tokenizer: Any, *, limit: int | None) -> _Source:
     name = source_name(path)
     ids, counts, lengths, outcomes = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [0], []
-    for rows in _batches(read_rows(path, limit=limit)):
-        if not outcomes:
-            layout.require_columns(rows, where=name)
+    for rows in _batches(read_rows(path, limit=limit), layout):
         texts = [layout.text(row) for row in rows]
-        full = [text for text in texts if text.segments]
-        tokens = iter(
-            tokenise(full, tokenizer, special_tokens=layout.special_tokens, append_end_token=data.append_end_token)
-            if full
-            else ()
-        )
-        for text in texts:
-            outcome, row = _judge(next(tokens) if text.segments else None, data, text.where)
+        full = tokenise(texts, tokenizer, special_tokens=not layout.chat, append_end_token=data.append_end_token)
+        for text, tokens in zip(texts, full, strict=True):
+            outcome, row = _judge(tokens, data, text.where)
             outcomes.append(outcome)
             lengths.append(len(row.ids))
             ids.append(row.ids)
@@ -130,14 +123,23 @@ def _read_source(data: Data, path: str | HubData, layout: Format, tokenizer: Any
     return _Source(name=name, examples=examples, outcomes=np.array(outcomes, dtype=np.int8))
 
 
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _batches(rows: Iterator[Row], layout: Format) -> Iterator[list[Row]]:
+    """Rows in lists of at most ROWS_AT_ONCE, each of one file that has the columns."""
+    for file, rows_of_file in groupby(rows, key=lambda row: row.file):
+        for number, batch in enumerate(_lists(rows_of_file)):
+            if number == 0:
+                layout.require_columns(batch, where=file)
+            yield batch
+
+
+def _lists(rows: Iterator[Row]) -> Iterator[list[Row]]:
     return iter(lambda: list(islice(rows, ROWS_AT_ONCE)), [])
 
 
-def _judge(row: Tokens | None, data: Data, where: str) -> tuple[Outcome, Tokens]:
-    """What becomes of a row (None: an empty one), and the tokens that remain of it."""
+def _judge(row: Tokens, data: Data, where: str) -> tuple[Outcome, Tokens]:
+    """What becomes of a row, and the tokens that remain of it."""
     nothing = Tokens(np.zeros(0, np.int32), np.zeros(0, bool))
-    if row is None:
+    if not len(row.ids):
         _refuse(data.unusable == "error", "the row is empty.", where, "data.unusable: drop")
         return Outcome.EMPTY, nothing
     outcome = Outcome.KEPT

@@ -43,12 +43,15 @@ def tokenise(texts: list[Text], tokenizer: Any, *, special_tokens: bool, append_
     completion cannot be said without it. A token without characters counts at the end of a text if the text does
     there, and not at the beginning (a beginning-of-sequence token).
 
-    The end token is appended to a text that does not already end with it.
+    The end token is appended to a text that does not already end with it. An empty row has no tokens at all.
     """
     whole = ["".join(segment.text for segment in text.segments) for text in texts]
     encoded = _encode(texts, whole, tokenizer, special_tokens)
     rows = []
     for index, text in enumerate(texts):
+        if not text.segments:
+            rows.append(Tokens(np.zeros(0, np.int32), np.zeros(0, bool)))
+            continue
         ids = np.array(encoded["input_ids"][index], dtype=np.int32)
         offsets = np.array(encoded["offset_mapping"][index], dtype=np.int64).reshape(-1, 2)
         added = np.array(encoded["special_tokens_mask"][index], dtype=bool) & (offsets[:, 0] == offsets[:, 1])
