@@ -1,0 +1,1 @@
+"""Assets and script of the demo."""
