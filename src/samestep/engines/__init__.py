@@ -1,0 +1,1 @@
+"""What holds and shards the training state: seven engines behind one small protocol."""

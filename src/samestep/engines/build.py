@@ -1,0 +1,137 @@
+"""From a recipe to a live engine; and every refusal that needs to know the model or the machine."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from samestep import models, optim
+from samestep.engines.protocol import Engine
+from samestep.errors import EngineError
+from samestep.precision.plan import Plan, dtype_name
+from samestep.precision import plan as precision_plan
+from samestep.recipe.schema import Recipe
+from samestep.world import World
+
+
+def resolve_plan(recipe: Recipe, model: nn.Module) -> Plan:
+    """The precision plan of this recipe for this model."""
+    ignored = ignored_names(recipe, model)
+    return precision_plan.resolve(recipe.precision, model, is_ignored=ignored.__contains__)
+
+
+def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
+    """The recipe's engine around a model that `models.load_model` made. Raises EngineError before any training."""
+    _refuse(recipe, plan, world)
+    units = models.unit_modules(model, recipe.engine.unit_classes)
+    if recipe.train.activation_checkpointing:
+        models.checkpoint_activations(units)
+    optimizer = optim.factory(recipe.train.optimizer)
+    if recipe.engine.name.startswith("zero"):
+        from samestep.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(
+            model,
+            plan=plan,
+            recipe=recipe.engine,
+            micro_batch=recipe.train.micro_batch,
+            optimizer=optimizer,
+            world=world,
+        )
+    from samestep.engines.torch_native import TorchEngine
+
+    names = ignored_names(recipe, model)
+    return TorchEngine(
+        model,
+        plan=plan,
+        recipe=recipe.engine,
+        units=units,
+        ignored={parameter for name, parameter in model.named_parameters() if name in names},
+        optimizer=optimizer,
+        world=world,
+    )
+
+
+def ignored_names(recipe: Recipe, model: nn.Module) -> set[str]:
+    """Names of the parameters in the recipe's ignored modules. Raises EngineError for a pattern without a match."""
+    names: set[str] = set()
+    for pattern in recipe.engine.ignored_modules:
+        matches = [(path, module) for path, module in model.named_modules() if path and fnmatchcase(path, pattern)]
+        if not matches:
+            raise EngineError(f"no module matches {pattern!r}", where="engine.ignored_modules", remedy="Check its name.")
+        for path, module in matches:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    raise EngineError(
+                        f"{path}.{name} trains, but an ignored module must not",
+                        where="engine.ignored_modules",
+                        remedy=f'Freeze it with model.freeze: ["{path}.*"].',
+                    )
+                names.add(f"{path}.{name}")
+    return names
+
+
+def _refuse(recipe: Recipe, plan: Plan, world: World) -> None:
+    engine = recipe.engine.name
+    ranks = recipe.engine.ranks
+    if engine == "single" and world.size != 1:
+        raise EngineError(
+            f"single is one process, but {world.size} were started", where="engine.name", remedy="Start it without torchrun."
+        )
+    if engine != "single" and world.size != ranks:
+        raise EngineError(
+            f"the recipe asks for {ranks} ranks, but {world.size} were started",
+            where="engine.ranks",
+            remedy=f"Start {ranks} ranks, or set engine.ranks={world.size}.",
+        )
+    if plan.compute == torch.float16 and not _multiplies(torch.float16, world.device):
+        raise EngineError(
+            f"this device ({world.device.type}) cannot multiply in float16",
+            where="precision.low_dtype",
+            remedy="Use bfloat16.",
+        )
+    if engine.startswith("zero"):
+        _refuse_zero(recipe, plan)
+
+
+def _refuse_zero(recipe: Recipe, plan: Plan) -> None:
+    engine = recipe.engine.name
+    odd = [p for p in plan.parameters if not p.trainable and p.held != plan.compute and plan.regime != "mixed"]
+    if odd:
+        raise EngineError(
+            f"{engine} holds frozen parameters in the compute dtype ({dtype_name(plan.compute)}), but the plan keeps "
+            f"{odd[0].name} in {dtype_name(odd[0].held)}",
+            where="engine.name",
+            remedy=f"Set model.load_dtype={dtype_name(plan.compute)}, or use single, ddp, fsdp or hsdp.",
+        )
+    offload = recipe.engine.offload
+    if not isinstance(offload, str):
+        if offload.optimizer == "nvme":
+            raise EngineError(
+                f"{engine} with the optimizer on NVMe keeps gradients and masters out of reach between backward and step, "
+                "where the exact norm and clipping need them",
+                where="engine.offload.optimizer",
+                remedy="Use optimizer: cpu; parameters may be on nvme.",
+            )
+        if offload.parameters == "nvme" and not _has_async_io():
+            raise EngineError(
+                "NVMe offload needs DeepSpeed's async_io operator, which cannot be built on this machine",
+                where="engine.offload.parameters",
+                remedy="Install libaio's headers and a compiler, or use parameters: cpu.",
+            )
+
+
+def _has_async_io() -> bool:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+
+
+def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    try:
+        ones = torch.ones(2, 2, dtype=dtype, device=device)
+        return bool(torch.isfinite(ones @ ones).all())
+    except RuntimeError:
+        return False

@@ -1,0 +1,236 @@
+"""`single`, `ddp`, `fsdp` and `hsdp`: one piece of code on differently shaped meshes.
+
+| engine | shards over | replicates over |
+|---|---|---|
+| single | 1 | 1, and runs every rank's micro-batches itself |
+| ddp    | 1 | all ranks |
+| fsdp   | all ranks | 1 |
+| hsdp   | shard_ranks | ranks / shard_ranks |
+
+`fully_shard` shards over the shard mesh; the sum over replicas is its all-reduce hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # the type that set_custom_reduce_scatter takes
+from torch.distributed.tensor import DTensor
+
+from samestep.engines.protocol import Gathering, Shard, Turn
+from samestep.engines.reduction import Reducer, TreeAccumulator
+from samestep.optim import OptimizerFactory, set_lr
+from samestep.precision.plan import Plan
+from samestep.recipe.schema import Engine as EngineRecipe
+from samestep.world import World
+
+
+class _ReduceScatter(ReduceScatter):
+    """FSDP's reduce-scatter, through our reducer."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        # Gradients are summed, never averaged: the loss is divided by the global number of label tokens already.
+        assert op == dist.ReduceOp.SUM and not async_op
+        self._reducer.reduce_scatter(output_tensor, input_tensor, group)
+
+
+class TorchEngine:
+    """A training state on torch's own sharding. See `protocol.Engine` for the meaning of the methods."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plan: Plan,
+        recipe: EngineRecipe,
+        units: Sequence[nn.Module],
+        ignored: set[nn.Parameter],
+        optimizer: OptimizerFactory,
+        world: World,
+    ) -> None:
+        self.model = model
+        self.reducer = Reducer(recipe.reduce_order)
+        self._world = world
+        self._recipe = recipe
+        self._plan = plan
+        self._emulates = recipe.ranks if recipe.name == "single" else 0
+        for parameter, tensor in zip(model.parameters(), plan.parameters, strict=True):
+            parameter.data = parameter.data.to(tensor.held)
+        mesh, self.replica = _mesh(recipe, world)
+        _shard(model, plan=plan, recipe=recipe, units=units, ignored=ignored, mesh=mesh, reducer=self.reducer)
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # The optimizer works on plain local tensors: the same code, and the same bits, as on every other engine.
+        # Lazy initialisation may move a shard's storage once, so do it now.
+        _initialise(model)
+        self._locals = {name: _local(p).detach().requires_grad_() for name, p in self._parameters.items()}
+        self._optimizer = optimizer(self._locals)
+        self._ranks = TreeAccumulator()
+        self._accumulated: list[torch.Tensor] | None = None
+
+    def turns(self, micro_steps: int) -> Sequence[Turn]:
+        if not self._emulates:
+            return [Turn(micro=micro, rank=self._world.rank) for micro in range(micro_steps)]
+        ranks, micros = range(self._emulates), range(micro_steps)
+        if self._recipe.reduce_every == "step":
+            return [Turn(micro=micro, rank=rank) for rank in ranks for micro in micros]
+        return [Turn(micro=micro, rank=rank) for micro in micros for rank in ranks]
+
+    def backward(self, loss: torch.Tensor, turn: Turn, micro_steps: int) -> None:
+        last_micro = turn.micro == micro_steps - 1
+        if self._recipe.reduce_every == "step" and not self._emulates:
+            cast(FSDPModule, self.model).set_requires_gradient_sync(last_micro)
+        loss.backward()
+        if self._emulates:
+            self._emulate_reduction(turn, last_micro)
+
+    def _emulate_reduction(self, turn: Turn, last_micro: bool) -> None:
+        """Sums the ranks' gradients as their collective would have, by the recipe's rule of when."""
+        every_step = self._recipe.reduce_every == "step"
+        if every_step and not last_micro:
+            return  # .grad goes on accumulating this rank's micro-batches
+        self._ranks.push(self._take_gradients())
+        if turn.rank < self._emulates - 1:
+            return
+        reduced = self._ranks.total()
+        if self._accumulated is None:
+            self._accumulated = reduced
+        else:
+            torch._foreach_add_(self._accumulated, reduced)
+
+    def _take_gradients(self) -> list[torch.Tensor]:
+        taken = [_gradient(p) for p in self._parameters.values()]
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return taken
+
+    def gradients(self) -> list[torch.Tensor]:
+        if self._emulates:
+            return [] if self._accumulated is None else [g.view(-1) for g in self._accumulated]
+        return [_gradient(p).view(-1) for p in self._parameters.values()]
+
+    def masters(self) -> list[Shard]:
+        shards = []
+        for name, parameter in self._parameters.items():
+            values = self._locals[name].detach().view(-1)
+            shape = tuple(parameter.shape)
+            shards.append(Shard(name=name, shape=shape, start=_start(parameter), values=values))
+        return shards
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        state = self._optimizer.state.get(self._locals[name], {})
+        return {key: value for key, value in state.items() if torch.is_tensor(value)}
+
+    def apply(self, lr: float) -> None:
+        for local, gradient in zip(self._locals.values(), self.gradients(), strict=True):
+            local.grad = gradient.view_as(local)
+        set_lr(self._optimizer, lr)
+        self._optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
+        self._accumulated = None
+        for parameter, local in zip(self._parameters.values(), self._locals.values(), strict=True):
+            parameter.grad = None
+            local.grad = None
+
+    def close(self) -> None:
+        pass
+
+
+def _mesh(recipe: EngineRecipe, world: World) -> tuple[DeviceMesh, Gathering]:
+    """The mesh to shard over, and this rank's place among the replicas."""
+    shard_ranks = {"single": 1, "ddp": 1, "fsdp": world.size}.get(recipe.name) or recipe.shard_ranks or world.size // 2
+    replicas = world.size // shard_ranks
+    mesh = init_device_mesh(world.device.type, (replicas, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    return mesh, Gathering(index=world.rank // shard_ranks, count=replicas)
+
+
+def _shard(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    recipe: EngineRecipe,
+    units: Sequence[nn.Module],
+    ignored: set[nn.Parameter],
+    mesh: DeviceMesh,
+    reducer: Reducer,
+) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=plan.compute, reduce_dtype=plan.reduce, output_dtype=None, cast_forward_inputs=False
+    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if recipe.offload == "cpu" else OffloadPolicy()
+    for module in [*units, model]:
+        fully_shard(
+            module,
+            mesh=mesh["shard"],
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=recipe.reshard_after_forward,
+            ignored_params=ignored,
+        )
+    replicas = mesh["replicate"].get_group()
+    comm = _ReduceScatter(reducer)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_reduce_scatter(comm)
+        if mesh["replicate"].size() > 1:
+            module.set_all_reduce_hook(lambda gradient: reducer.all_reduce(gradient, replicas))
+    _prefetch([cast(FSDPModule, unit) for unit in units], recipe)
+
+
+def _prefetch(units: Sequence[FSDPModule], recipe: EngineRecipe) -> None:
+    for index, unit in enumerate(units):
+        if recipe.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(list(units[index + 1 : index + 1 + recipe.forward_prefetch]))
+        if recipe.backward_prefetch:
+            first = max(0, index - recipe.backward_prefetch)
+            unit.set_modules_to_backward_prefetch(list(reversed(units[first:index])))
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _initialise(model: nn.Module) -> None:
+    cast(FSDPModule, model).unshard()
+    cast(FSDPModule, model).reshard()
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's gradient; zeros where no token reached the parameter, so that every engine treats it alike."""
+    if parameter.grad is None:
+        return torch.zeros_like(_local(parameter))
+    return _local(parameter.grad)
+
+
+def _start(parameter: torch.Tensor) -> int:
+    """Index of this rank's first element in the flattened parameter: FSDP cuts the first dimension in equal chunks."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh = parameter.device_mesh
+    rows = -(-parameter.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * rows, parameter.shape[0]) * (parameter[0].numel() if parameter.dim() > 1 else 1)

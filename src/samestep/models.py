@@ -1,0 +1,246 @@
+"""Models and tokenizers: loading, freezing, adapters, shard units, and the forward pass to a loss."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from samestep.errors import EngineError, ModelError
+from samestep.precision.plan import DTYPES
+from samestep.recipe.schema import Lora
+from samestep.recipe.schema import Model as ModelRecipe
+
+transformers_logging.disable_progress_bar()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a causal model is called with. Shapes [rows, length]; `mask` is None without packing."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None
+    document_ids: torch.Tensor | None
+
+
+def load_tokenizer(recipe: ModelRecipe) -> PreTrainedTokenizerBase:
+    """The recipe's tokenizer. Raises ModelError."""
+    source = recipe.tokenizer or recipe.path
+    if source is None:
+        raise ModelError(
+            "a fresh model needs a tokenizer", where="model.tokenizer", remedy="Name a folder or hub id that has one."
+        )
+    field = "model.tokenizer" if recipe.tokenizer else "model.path"
+    return _from_source(lambda: AutoTokenizer.from_pretrained(source), source, "tokenizer", field)
+
+
+def load_model(recipe: ModelRecipe, *, seed: int) -> PreTrainedModel | nn.Module:
+    """The recipe's model on the CPU, in its load dtype, with adapters and frozen parameters as asked for.
+
+    The same recipe and seed give the same bits in every process. Raises ModelError.
+    """
+    dtype = "auto" if recipe.load_dtype == "stored" else DTYPES[recipe.load_dtype]
+    torch.manual_seed(seed)
+    if recipe.path is not None:
+        path = recipe.path
+        model = _from_source(
+            lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=recipe.attention),
+            path,
+            "model",
+            "model.path",
+        )
+    else:
+        model = _fresh_model(recipe)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float32 if dtype == "auto" else dtype)
+    model.config.use_cache = False
+    model.train()
+    if recipe.lora is not None:
+        model = _with_adapters(model, recipe.lora, seed=seed)
+    _freeze(model, recipe.freeze)
+    return model
+
+
+def _fresh_model(recipe: ModelRecipe) -> PreTrainedModel:
+    settings = dict(recipe.config or {})
+    try:
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        with torch.device("cpu"):
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=recipe.attention, dtype=torch.float32
+            )
+    except (KeyError, ValueError, TypeError, ImportError, RuntimeError) as error:
+        raise ModelError(
+            f"no model can be made of this config: {_first_line(error)}",
+            where="model.config",
+            remedy="Give `model_type` and that model's own settings.",
+        ) from error
+
+
+def _from_source(load: Callable[[], Any], source: str, what: str, field: str) -> Any:
+    folder = Path(source)
+    if folder.is_absolute() and not folder.is_dir():
+        raise ModelError(f"there is no folder {source}", where=field, remedy="Give the folder of a saved model.")
+    level = logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)
+        return load()
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+        raise ModelError(
+            f"the {what} of {source} cannot be loaded: {_first_line(error)}",
+            where=field,
+            remedy="It must be a folder that save_pretrained wrote, or the id of a hub model.",
+        ) from error
+    except Exception as error:  # safetensors and tokenizers raise bare Exceptions of their own for broken files
+        if type(error).__module__.split(".")[0] not in {"safetensors_rust", "builtins", "tokenizers", "pickle"}:
+            raise
+        raise ModelError(
+            f"the {what} of {source} cannot be loaded: {_first_line(error)}",
+            where=field,
+            remedy="A file of it is damaged or incomplete; copy or download it again.",
+        ) from error
+    finally:
+        logging.disable(level)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ModelError(
+            "adapters need the package peft", where="model.lora", remedy="Install samestep[lora]."
+        ) from error
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.target_modules),
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(seed)
+    try:
+        # Adapters keep the base's dtype here; the precision plan gives them their masters.
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ModelError(_first_line(error), where="model.lora.target_modules") from error
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(
+                f"no parameter matches {pattern!r}",
+                where="model.freeze",
+                remedy=f"Names look like {', '.join(names[:3])}.",
+            )
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("every parameter is frozen", where="model.freeze", remedy="Leave something to train.")
+
+
+def unit_modules(model: nn.Module, class_names: list[str] | None) -> list[nn.Module]:
+    """The modules that form one shard unit each: of the named classes, or of the model's own no-split classes.
+
+    Raises ModelError for a class that the model does not have, EngineError for units that would cut tied weights apart.
+    """
+    wanted = class_names if class_names is not None else _no_split_classes(model)
+    present = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in wanted if name not in present]
+    if class_names is not None and missing:
+        raise ModelError(
+            f"the model has no module of class {missing[0]}",
+            where="engine.unit_classes",
+            remedy=f"Its classes are {', '.join(sorted(present))}.",
+        )
+    units = [module for module in model.modules() if type(module).__name__ in wanted]
+    _refuse_split_ties(model, units)
+    return units
+
+
+def _no_split_classes(model: nn.Module) -> list[str]:
+    classes: set[str] = set()
+    for module in model.modules():
+        classes.update(getattr(module, "_no_split_modules", None) or [])
+    return sorted(classes)
+
+
+def _refuse_split_ties(model: nn.Module, units: list[nn.Module]) -> None:
+    owners: dict[int, tuple[str, int]] = {}
+    for index, unit in enumerate(units):
+        for module in unit.modules():
+            for parameter in module.parameters(recurse=False):
+                owners[id(parameter)] = ("", index)
+    names: dict[int, list[str]] = {}
+    homes: dict[int, set[int]] = {}
+    index_of = {id(m): i for i, unit in enumerate(units) for m in unit.modules()}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(id(parameter), []).append(f"{path}.{name}" if path else name)
+            homes.setdefault(id(parameter), set()).add(index_of.get(id(module), -1))
+    for key, units_of in homes.items():
+        if len(units_of) > 1:
+            raise EngineError(
+                f"{' and '.join(names[key])} are one tied weight, but lie in different shard units",
+                where="engine.unit_classes",
+                remedy="Leave the classes of tied modules out, so that they stay in the root unit.",
+            )
+
+
+def checkpoint_activations(units: list[nn.Module]) -> None:
+    """Makes each unit recompute its activations in the backward pass; dropout repeats its random choices."""
+    for unit in units:
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def loss_sum(model: nn.Module, inputs: Inputs, *, attention: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy summed over the label tokens, an fp32 scalar, and the logits [rows, length, vocabulary].
+
+    Right padding needs no mask: under a causal mask no real token sees it, and its labels do not count.
+    """
+    extra: dict[str, torch.Tensor] = {}
+    if inputs.document_ids is not None and inputs.position_ids is not None:
+        extra = {"position_ids": inputs.position_ids, "attention_mask": _document_mask(inputs.document_ids, attention)}
+    logits = model(input_ids=inputs.input_ids, use_cache=False, **extra).logits
+    flat = logits.float().view(-1, logits.shape[-1])
+    return F.cross_entropy(flat, inputs.labels.view(-1), ignore_index=-100, reduction="sum"), logits
+
+
+def _document_mask(document_ids: torch.Tensor, attention: str) -> torch.Tensor:
+    """Causal attention within documents: [rows, 1, length, length], bool (sdpa) or additive fp32 (eager)."""
+    length = document_ids.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
+    allowed = (document_ids[:, :, None] == document_ids[:, None, :]) & causal
+    allowed = allowed[:, None]
+    if attention == "sdpa":
+        return allowed
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(allowed.shape, dtype=torch.float32, device=allowed.device).masked_fill_(~allowed, lowest)
+
+
+def model_type(path: str) -> str | None:
+    """The model_type of a local model folder, None when it has no readable config."""
+    try:
+        return json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError):
+        return None

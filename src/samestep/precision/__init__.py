@@ -1,0 +1,1 @@
+"""Which dtype each role has: planned, applied, observed, verified."""

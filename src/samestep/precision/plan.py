@@ -1,0 +1,141 @@
+"""The precision plan: a regime resolved for one model, with one explicit dtype for every role.
+
+| regime | master | compute | gradient | reduce | moments |
+|---|---|---|---|---|---|
+| full   | fp32 | fp32 | fp32 | fp32 | fp32 |
+| mixed  | fp32 | low  | fp32 | fp32 | fp32 |
+| low    | bf16 | bf16 | bf16 | bf16 | bf16 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from samestep.recipe.schema import Precision
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROLES = ("load", "master", "compute", "gradient", "reduce", "moments", "buffer", "frozen", "output", "export")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as recipes write it: "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """One role's dtypes (several only where the model itself mixes them, none where nothing has it) and the reason."""
+
+    dtypes: tuple[torch.dtype, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """One parameter or buffer: the dtype it was loaded in and the one it is held in."""
+
+    name: str
+    numel: int
+    loaded: torch.dtype
+    held: torch.dtype
+    trainable: bool
+
+    @property
+    def upcast(self) -> bool:
+        return self.held.itemsize > self.loaded.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The regime for one model. `low` is the low-precision dtype, `loss_scaled` whether fp16 scales the loss."""
+
+    regime: str
+    master: torch.dtype
+    compute: torch.dtype
+    gradient: torch.dtype
+    reduce: torch.dtype
+    moments: torch.dtype
+    roles: dict[str, Role]
+    parameters: tuple[TensorPlan, ...]
+    buffers: tuple[TensorPlan, ...]
+
+    @property
+    def loss_scaled(self) -> bool:
+        return self.compute == torch.float16
+
+    @property
+    def trainable(self) -> tuple[TensorPlan, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @property
+    def upcast(self) -> tuple[TensorPlan, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.upcast)
+
+    @property
+    def upcast_bytes(self) -> int:
+        """Bytes that holding the upcast parameters in the master dtype costs over their load dtype, before sharding."""
+        return sum(p.numel * (p.held.itemsize - p.loaded.itemsize) for p in self.upcast)
+
+
+def resolve(
+    precision: Precision, model: nn.Module, *, is_ignored: Callable[[str], bool] = lambda _name: False
+) -> Plan:
+    """The plan for this model as it was loaded. `is_ignored` tells parameters that no engine may touch.
+
+    Trainable parameters are held in the master dtype; frozen and ignored ones and buffers keep what they have.
+    """
+    low = DTYPES[precision.low_dtype]
+    fp32 = torch.float32
+    master, compute, reduce, why = {
+        "full": (fp32, fp32, fp32, "regime full: fp32 everywhere"),
+        "mixed": (fp32, low, fp32, f"regime mixed: fp32 masters, {dtype_name(low)} compute"),
+        "low": (low, low, low, f"regime low: {dtype_name(low)} everywhere"),
+    }[precision.regime]
+    parameters = tuple(
+        TensorPlan(
+            name=name,
+            numel=parameter.numel(),
+            loaded=parameter.dtype,
+            held=master if parameter.requires_grad and not is_ignored(name) else parameter.dtype,
+            trainable=parameter.requires_grad,
+        )
+        for name, parameter in model.named_parameters()
+    )
+    buffers = tuple(
+        TensorPlan(name=name, numel=buffer.numel(), loaded=buffer.dtype, held=buffer.dtype, trainable=False)
+        for name, buffer in model.named_buffers()
+    )
+    loaded = _dtypes(parameter.loaded for parameter in parameters)
+    frozen = _dtypes(parameter.held for parameter in parameters if not parameter.trainable)
+    export = loaded if precision.export_dtype == "loaded" else (DTYPES[precision.export_dtype],)
+    roles = {
+        "load": Role(dtypes=loaded, reason="as the model was loaded; it does not change the regime"),
+        "master": Role(dtypes=(master,), reason=why),
+        "compute": Role(dtypes=(compute,), reason=why),
+        "gradient": Role(dtypes=(master,), reason=f"{why}; accumulated and clipped in the master's dtype"),
+        "reduce": Role(dtypes=(reduce,), reason=f"{why}; what crosses the ranks"),
+        "moments": Role(dtypes=(master,), reason=f"{why}; the optimizer works in the master's dtype"),
+        "buffer": Role(dtypes=_dtypes(b.held for b in buffers), reason="buffers keep what the model gave them"),
+        "frozen": Role(dtypes=frozen, reason="frozen parameters keep their load dtype and have no master"),
+        "output": Role(dtypes=(compute,), reason="logits leave the model in the compute dtype; the loss is fp32"),
+        "export": Role(dtypes=export, reason=f"precision.export_dtype: {precision.export_dtype}"),
+    }
+    return Plan(
+        regime=precision.regime,
+        master=master,
+        compute=compute,
+        gradient=master,
+        reduce=reduce,
+        moments=master,
+        roles=roles,
+        parameters=parameters,
+        buffers=buffers,
+    )
+
+
+def _dtypes(found: object) -> tuple[torch.dtype, ...]:
+    return tuple(sorted(set(found), key=str))  # type: ignore[call-overload]
