@@ -118,7 +118,6 @@ def _template(recipe: Recipe) -> Iterator[Finding]:
         return
     if data.format == "messages":
         yield "data.template", "cannot be used with format: messages; remove one of them"
-    literals = [literal for literal, *_ in Formatter().parse(data.template)]
     if data.response_marker is None:
         if data.loss_on == "completion":
             yield (
@@ -127,8 +126,18 @@ def _template(recipe: Recipe) -> Iterator[Finding]:
             )
     elif not data.response_marker:
         yield "data.response_marker", "is an empty text"
-    elif not any(data.response_marker in literal for literal in literals):
+    elif not any(data.response_marker in literal for literal in _literals(data.template)):
         yield "data.response_marker", f"{data.response_marker!r} does not occur in data.template"
+
+
+def _literals(template: str) -> list[str]:
+    """The texts between a template's columns, with {{ and }} as the single braces that they stand for."""
+    literals = [""]
+    for literal, name, _, _ in Formatter().parse(template):
+        literals[-1] += literal
+        if name is not None:
+            literals.append("")
+    return literals
 
 
 def _columns(recipe: Recipe) -> Iterator[Finding]:

@@ -108,6 +108,8 @@ def parse_value(text: str) -> Any:
     except MarkedYAMLError as error:
         what = f"{text!r} is not valid YAML: {error.problem}; put texts with special signs in quotes"
         raise ValueError(what) from None
+    except ReaderError as error:
+        raise ValueError(_bad_character(text, error)) from None
     except (YAMLError, ValueError, RecursionError):
         raise ValueError("not valid YAML") from None
     if node is None or node.end_mark.index < len(text.rstrip()):
@@ -134,8 +136,7 @@ def _compose(text: str, source: str) -> Node | None:
         raise RecipeError(source, [Problem(field="", what=what, line=mark.line + 1 if mark else None)]) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        what = f"not valid YAML: the character {text[error.position : error.position + 1]!a} is not allowed"
-        raise RecipeError(source, [Problem(field="", what=what, line=line)]) from None
+        raise RecipeError(source, [Problem(field="", what=_bad_character(text, error), line=line)]) from None
     except YAMLError:
         raise RecipeError(source, [Problem(field="", what="not valid YAML")]) from None
     except RecursionError:
@@ -157,15 +158,15 @@ class _Walk:
         self._nodes += 1
         if self._nodes > _MAX_NODES:
             if self._nodes == _MAX_NODES + 1:
-                self._report(node, path, "holds more values than a recipe can have")
+                self._report(path, "holds more values than a recipe can have")
             return None
         if any(node is parent for parent in self._open):
-            self._report(node, path, "contains itself")
+            self._report(path, "contains itself")
             return None
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
         if node.tag not in (_TAG + "map", _TAG + "seq"):
-            self._report(node, path, f"the tag {_shown_tag(node)} is not allowed in a recipe")
+            self._report(path, f"the tag {_shown_tag(node)} is not allowed in a recipe")
             return None
         self._open.append(node)
         try:
@@ -180,12 +181,12 @@ class _Walk:
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode) or key_node.tag != _TAG + "str":
                 shown = key_node.value if isinstance(key_node, ScalarNode) else _kind(key_node)
-                self._report(key_node, path, f"a key must be a text, got {shown}; put it in quotes if it is meant")
+                self._report(path, f"a key must be a text, got {shown}; put it in quotes if meant", _line(key_node))
                 continue
             key = self._text(key_node, path)
             place = (*path, key)
             if key in mapping:
-                self._report(key_node, place, f"is given twice, first on line {self.lines[place]}")
+                self._report(place, f"is given twice, first on line {self.lines[place]}", _line(key_node))
                 continue
             self.lines[place] = _line(key_node)
             mapping[key] = self.value(value_node, place)
@@ -195,27 +196,31 @@ class _Walk:
         if node.tag == _TAG + "str":
             return self._text(node, path)
         if node.tag == _TAG + "timestamp":
-            self._report(node, path, f"{node.value} is read as a date; put it in quotes")
+            self._report(path, f"{node.value} is read as a date; put it in quotes")
             return None
         if node.tag not in (_TAG + "null", _TAG + "bool", _TAG + "int", _TAG + "float"):
-            self._report(node, path, f"the tag {_shown_tag(node)} is not allowed in a recipe")
+            self._report(path, f"the tag {_shown_tag(node)} is not allowed in a recipe")
             return None
         try:
             return self._construct.construct_object(node)
         except (ValueError, KeyError, YAMLError):
-            self._report(node, path, f"{node.value[:40]!r} cannot be read as a value")
+            self._report(path, f"{node.value[:40]!r} cannot be read as a value")
             return None
 
     def _text(self, node: ScalarNode, path: FieldPath) -> str:
         try:
             node.value.encode()
         except UnicodeEncodeError:
-            self._report(node, path, "holds half of a character pair (a lone surrogate), which is no valid text")
+            self._report(path, "holds half of a character pair (a lone surrogate), which is no valid text")
             return ascii(node.value)
         return node.value
 
-    def _report(self, node: Node, path: FieldPath, what: str) -> None:
-        self.problems.append(Problem(field=dotted(path), what=what, line=_line(node)))
+    def _report(self, path: FieldPath, what: str, line: int | None = None) -> None:
+        self.problems.append(Problem(field=dotted(path), what=what, line=line or self.lines[path]))
+
+
+def _bad_character(text: str, error: ReaderError) -> str:
+    return f"not valid YAML: the character {text[error.position : error.position + 1]!a} is not allowed"
 
 
 def _line(node: Node) -> int:
