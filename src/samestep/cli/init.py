@@ -82,6 +82,8 @@ def write_atomically(file: Path, text: str) -> None:
     """Write `text` so that `file` is never half-written. OutputError when it cannot be written."""
     from samestep.errors import OutputError
 
+    # Through a link, the file that it leads to is written.
+    file = Path(os.path.realpath(file))
     temporary: str | None = None
     try:
         descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
@@ -107,6 +109,8 @@ def _require_place(file: Path, force: bool) -> None:
 
     if file.is_dir():
         raise OutputError("is a folder.", where=str(file), remedy=f"Give a file, such as {file / 'recipe.yaml'}.")
+    if file.exists() and not file.is_file():
+        raise OutputError("is not an ordinary file.", where=str(file), remedy="Choose another name.")
     if file.exists() and not force:
         raise OutputError("exists already.", where=str(file), remedy="Choose another name, or --force to replace it.")
     if not file.parent.is_dir():

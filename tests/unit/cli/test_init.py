@@ -109,6 +109,21 @@ def test_a_failing_disk_leaves_the_old_file_whole(
     assert "recipe.yaml: cannot be written: No space left on device." in capsys.readouterr().err
 
 
+def test_a_device_is_never_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(folder / "pipe")
+    assert cli.main(["init", "pipe", "--force"]) == 2
+    assert "is not an ordinary file" in capsys.readouterr().err
+    assert stat.S_ISFIFO((folder / "pipe").stat().st_mode)
+
+
+def test_a_link_stays_a_link(folder: Path) -> None:
+    (folder / "real.yaml").write_text("mine")
+    (folder / "link.yaml").symlink_to("real.yaml")
+    assert cli.main(["init", "link.yaml", "--force", "--steps", "5"]) == 0
+    assert (folder / "link.yaml").is_symlink()
+    assert load(folder / "real.yaml").train.steps == 5
+
+
 def test_the_file_has_the_rights_of_any_new_file(folder: Path) -> None:
     (folder / "other").write_text("")
     assert cli.main(["init"]) == 0
