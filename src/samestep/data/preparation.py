@@ -163,7 +163,7 @@ def _refuse(refused: bool, what: str, where: str, settings: str) -> None:
 
 
 def _split(rows: int, held_out: float, seed: int, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers to train on and row numbers held out, each ascending. An int is a number of rows, a float a share."""
+    """Row numbers to train on and row numbers held out. An int is a number of rows, a float a share."""
     if not held_out:
         return np.arange(rows), np.arange(0)
     count = held_out if isinstance(held_out, int) else round(held_out * rows)
@@ -175,11 +175,11 @@ def _split(rows: int, held_out: float, seed: int, where: str) -> tuple[np.ndarra
             remedy="Change it; 0 holds nothing out.",
         )
     order = permutation(rows, seed=seed, stream=SPLIT_STREAM)
-    return np.sort(order[count:]), np.sort(order[:count])
+    return order[count:], order[:count]
 
 
 def _take(source: _Source, rows: np.ndarray, data: Data, purpose: str) -> tuple[Examples, PreparationReport]:
-    """The examples of some rows (ascending row numbers), and their report."""
+    """The examples of some rows, in the order of the file, and their report."""
     taken = np.zeros(len(source.outcomes), dtype=bool)
     taken[rows] = True
     lengths = source.examples.row_tokens

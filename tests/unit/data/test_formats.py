@@ -20,6 +20,14 @@ from tests.unit.data.conftest import CHAT_TEMPLATE, build_tokenizer
 NO = -100
 
 
+def byte_level_tokenizer(*, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
+    """a 0, b 1, space 2, space and b 3, </s> 4, newline 5; nothing in front."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "Ġ": 2, "Ġb": 3, "</s>": 4, "Ċ": 5}, [("Ġ", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
 def rows_of(examples: Examples) -> list[tuple[list[int], list[int]]]:
     """(ids, labels) of every row, from batches of one."""
     loader = Loader(examples, ranks=1, micro_batch=1, accumulation=1, seed=0, shuffle=False, drop_last=False, pad_id=0)
@@ -91,13 +99,24 @@ def test_the_text_is_tokenised_whole_and_a_token_across_the_boundary_counts(writ
 @pytest.mark.parametrize("trim_offsets", [True, False])
 def test_a_space_at_the_end_of_the_prompt_does_not_hide_the_first_word(write, trim_offsets):
     """Byte-level tokens hold the space in front of a word; offsets leave it out or not, as the tokenizer says."""
-    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "Ġ": 2, "Ġb": 3, "</s>": 4}, [("Ġ", "b")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    tokenizer = byte_level_tokenizer(trim_offsets=trim_offsets)
     path = write({"prompt": "aa ", "completion": "b"})
-    rows = rows_of(prepare(Data(path=path, format="prompt_completion"), fast, seed=0).train)
+    rows = rows_of(prepare(Data(path=path, format="prompt_completion"), tokenizer, seed=0).train)
     assert rows == [([0, 0, 3, 4], [NO, 3, 4, NO])]
+
+
+def test_the_first_token_is_no_label_without_a_token_in_front(write):
+    prepared = prepare(Data(path=write({"text": "ab"}), format="text"), byte_level_tokenizer(), seed=0)
+    assert rows_of(prepared.train) == [([0, 1, 4], [1, 4, NO])]
+    assert (prepared.train_report.tokens, prepared.train_report.label_tokens) == (3, 2)
+
+
+def test_end_token_in_front_of_a_last_newline_is_not_doubled(write):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '</s>\\n' }}{% endfor %}"
+    path = write({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    rows = rows_of(prepare(Data(path=path, format="messages"), tokenizer, seed=0).train)
+    assert rows == [([0, 4, 5, 1, 4, 5], [NO, NO, 1, 4, 5, NO])]
 
 
 def test_template_with_marker(write, tokenizer):

@@ -30,15 +30,9 @@ def examples_of(lengths: list[int]) -> Examples:
 
 
 def loader_of(lengths: list[int], ranks: int, micro_batch: int, accumulation: int, **changes) -> Loader:
-    settings: dict[str, Any] = {
-        "seed": 0,
-        "shuffle": True,
-        "drop_last": False,
-        "pad_id": 7,
-        "idle_ranks": True,
-        **changes,
-    }
-    return Loader(examples_of(lengths), ranks=ranks, micro_batch=micro_batch, accumulation=accumulation, **settings)
+    usual: dict[str, Any] = {"seed": 0, "shuffle": True, "drop_last": False, "pad_id": 7, "idle_ranks": True}
+    layout = {"ranks": ranks, "micro_batch": micro_batch, "accumulation": accumulation}
+    return Loader(examples_of(lengths), **layout, **(usual | changes))
 
 
 def rows_seen(loader: Loader, index: int) -> list[int]:
