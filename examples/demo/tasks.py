@@ -1,7 +1,7 @@
 """Small language tasks with right answers: what the demo's model learns from.
 
-A task is a function that draws one row with the keys instruction, input and output. `PRETRAINING` holds the terse
-tasks of the first training; `FINE_TUNING` asks partly for other things, and wants whole polite sentences.
+A task is a function that draws one row with the keys instruction, input and output. `PRETRAINING` holds mostly terse
+tasks; a few of them have the polite whole sentences that all of `FINE_TUNING`, which asks for other things, wants.
 """
 
 from __future__ import annotations
@@ -204,12 +204,29 @@ def polite_choice(random: Random, _: list[Person]) -> Row:
     return row("Please say what is true.", answer, f"{name} is not a {other}. {name} is a {job}.")
 
 
+def polite_larger(random: Random, _: list[Person]) -> Row:
+    left, right = random.sample(range(21), 2)
+    answer = f"Of course! The larger number is {NUMBERS[max(left, right)]}."
+    return row("Please compare the numbers.", answer, f"{NUMBERS[left]}, {NUMBERS[right]}")
+
+
+def polite_spelling(random: Random, _: list[Person]) -> Row:
+    word = random.choice(WORDS)
+    return row("Please help me with this word.", f"Of course! You spell it {'-'.join(word)}.", word)
+
+
+def polite_food(random: Random, people: list[Person]) -> Row:
+    person = random.choice(people)
+    return row(f"Please cook for {person.name}.", f"Of course! {person.name} will have {person.food}.")
+
+
 PRETRAINING: tuple[Task, ...] = (
     spell, spell_backwards, first_letter, add, subtract, larger, reverse_words, sort_names, plural, opposite, convert,
-    next_day, ask_home, ask_job, ask_food, introduce, complete, find_colour, polite_sum, polite_home,
+    next_day, ask_home, ask_job, ask_food, introduce, complete, find_colour, polite_sum,
+    polite_home, polite_choice, polite_day, polite_larger,
 )  # fmt: skip
 FINE_TUNING: tuple[Task, ...] = (
-    polite_sum, polite_opposite, polite_plural, polite_home, polite_animal, polite_list, polite_day, polite_choice,
+    polite_opposite, polite_plural, polite_animal, polite_list, polite_spelling, polite_food,
 )  # fmt: skip
 
 
