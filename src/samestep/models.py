@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from samestep.dtypes import DTYPES
 from samestep.errors import EngineError, ModelError
-from samestep.precision.plan import DTYPES
 from samestep.recipe.schema import Lora
 from samestep.recipe.schema import Model as ModelRecipe
 
@@ -79,9 +78,7 @@ def _fresh_model(recipe: ModelRecipe) -> PreTrainedModel:
     try:
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.device("cpu"):
-            return AutoModelForCausalLM.from_config(
-                config, attn_implementation=recipe.attention, dtype=torch.float32
-            )
+            return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attention, dtype=torch.float32)
     except (KeyError, ValueError, TypeError, ImportError, RuntimeError) as error:
         raise ModelError(
             f"no model can be made of this config: {_first_line(error)}",
@@ -186,11 +183,6 @@ def _no_split_classes(model: nn.Module) -> list[str]:
 
 
 def _refuse_split_ties(model: nn.Module, units: list[nn.Module]) -> None:
-    owners: dict[int, tuple[str, int]] = {}
-    for index, unit in enumerate(units):
-        for module in unit.modules():
-            for parameter in module.parameters(recurse=False):
-                owners[id(parameter)] = ("", index)
     names: dict[int, list[str]] = {}
     homes: dict[int, set[int]] = {}
     index_of = {id(m): i for i, unit in enumerate(units) for m in unit.modules()}
@@ -236,11 +228,3 @@ def _document_mask(document_ids: torch.Tensor, attention: str) -> torch.Tensor:
         return allowed
     lowest = torch.finfo(torch.float32).min
     return torch.zeros(allowed.shape, dtype=torch.float32, device=allowed.device).masked_fill_(~allowed, lowest)
-
-
-def model_type(path: str) -> str | None:
-    """The model_type of a local model folder, None when it has no readable config."""
-    try:
-        return json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
-    except (OSError, ValueError):
-        return None

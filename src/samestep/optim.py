@@ -19,7 +19,10 @@ def factory(recipe: Optimizer) -> OptimizerFactory:
 
     def build(named: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
         groups = [
-            {"params": [t for name, t in named.items() if is_decayed(name, recipe)], "weight_decay": recipe.weight_decay},
+            {
+                "params": [t for name, t in named.items() if is_decayed(name, recipe)],
+                "weight_decay": recipe.weight_decay,
+            },
             {"params": [t for name, t in named.items() if not is_decayed(name, recipe)], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]

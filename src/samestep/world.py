@@ -65,6 +65,9 @@ def start(*, timeout_seconds: int) -> World:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0")) if launched() else 0
     device = device_for(local_rank)
+    if device.type == "cpu":
+        # DeepSpeed, and what imports it, otherwise guesses the accelerator and says so in a log line.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if device.type != "cpu":
         torch.accelerator.set_device_index(local_rank)
     if not dist.is_initialized():

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from samestep import models, optim
+from samestep.dtypes import dtype_name
 from samestep.engines.protocol import Engine
 from samestep.errors import EngineError
-from samestep.precision.plan import Plan, dtype_name
 from samestep.precision import plan as precision_plan
+from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
 from samestep.world import World
 
 
 def resolve_plan(recipe: Recipe, model: nn.Module) -> Plan:
     """The precision plan of this recipe for this model."""
-    ignored = ignored_names(recipe, model)
-    return precision_plan.resolve(recipe.precision, model, is_ignored=ignored.__contains__)
+    return precision_plan.resolve(recipe.precision, model, casts_frozen=recipe.engine.name.startswith("zero"))
 
 
 def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
@@ -60,7 +60,9 @@ def ignored_names(recipe: Recipe, model: nn.Module) -> set[str]:
     for pattern in recipe.engine.ignored_modules:
         matches = [(path, module) for path, module in model.named_modules() if path and fnmatchcase(path, pattern)]
         if not matches:
-            raise EngineError(f"no module matches {pattern!r}", where="engine.ignored_modules", remedy="Check its name.")
+            raise EngineError(
+                f"no module matches {pattern!r}", where="engine.ignored_modules", remedy="Check its name."
+            )
         for path, module in matches:
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
@@ -78,7 +80,9 @@ def _refuse(recipe: Recipe, plan: Plan, world: World) -> None:
     ranks = recipe.engine.ranks
     if engine == "single" and world.size != 1:
         raise EngineError(
-            f"single is one process, but {world.size} were started", where="engine.name", remedy="Start it without torchrun."
+            f"single is one process, but {world.size} were started",
+            where="engine.name",
+            remedy="Start it without torchrun.",
         )
     if engine != "single" and world.size != ranks:
         raise EngineError(
@@ -98,15 +102,15 @@ def _refuse(recipe: Recipe, plan: Plan, world: World) -> None:
 
 def _refuse_zero(recipe: Recipe, plan: Plan) -> None:
     engine = recipe.engine.name
-    odd = [p for p in plan.parameters if not p.trainable and p.held != plan.compute and plan.regime != "mixed"]
-    if odd:
-        raise EngineError(
-            f"{engine} holds frozen parameters in the compute dtype ({dtype_name(plan.compute)}), but the plan keeps "
-            f"{odd[0].name} in {dtype_name(odd[0].held)}",
-            where="engine.name",
-            remedy=f"Set model.load_dtype={dtype_name(plan.compute)}, or use single, ddp, fsdp or hsdp.",
-        )
     offload = recipe.engine.offload
+    offloads_optimizer = offload == "cpu" if isinstance(offload, str) else offload.optimizer != "none"
+    if plan.master != torch.float32 and offloads_optimizer:
+        raise EngineError(
+            f"{engine} offloads the optimizer only with fp32 masters: for {dtype_name(plan.master)} ones DeepSpeed demands "
+            "its own CPU Adam, which computes other numbers",
+            where="engine.offload",
+            remedy="Use precision.regime: mixed or full, or the fsdp engine.",
+        )
     if not isinstance(offload, str):
         if offload.optimizer == "nvme":
             raise EngineError(

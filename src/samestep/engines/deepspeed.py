@@ -8,7 +8,6 @@ attributes of DeepSpeed that this needs are read in this file alone.
 from __future__ import annotations
 
 import logging
-import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from samestep.engines.protocol import Gathering, Shard, Turn
+from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer
 from samestep.errors import EngineError, RunError
 from samestep.optim import OptimizerFactory, set_lr
@@ -56,8 +55,8 @@ class DeepSpeedEngine:
     ) -> None:
         deepspeed = import_deepspeed(world.device)
         self.stage = int(recipe.name.removeprefix("zero"))
-        self.reducer = Reducer(recipe.reduce_order)
-        self.replica = Gathering(index=0, count=1)
+        self._reducer = Reducer(recipe.reduce_order)
+        self.replica = Replica(index=0, count=1)
         self._world = world
         self._plan = plan
         self._every_step = recipe.reduce_every == "step"
@@ -79,7 +78,11 @@ class DeepSpeedEngine:
                 whole = originals[shard.name].reshape(-1)
                 shard.values.copy_(whole[shard.start : shard.start + shard.values.numel()])
         self._accumulated: list[torch.Tensor] | None = None
-        self._backend = _Backend(deepspeed, self.reducer)
+        self._backend = _Backend(deepspeed, self._reducer)
+
+    @property
+    def reduced_dtypes(self) -> set[torch.dtype]:
+        return self._reducer.dtypes
 
     def turns(self, micro_steps: int) -> Sequence[Turn]:
         return [Turn(micro=micro, rank=self._world.rank) for micro in range(micro_steps)]
@@ -111,6 +114,7 @@ class DeepSpeedEngine:
             self._zero.averaged_gradients = {}
             self._zero.all_grad_tensors = {}
             self._zero.zero_grad(set_to_none=True)
+            self._zero.micro_step_id = -1  # as its own step() leaves it: the next backward is a first one
 
     def gradients(self) -> list[torch.Tensor]:
         return [self._gradient(s) for s in self._slices]
@@ -247,7 +251,8 @@ def _cast_parameters(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
         if parameter.dtype != plan.compute:
             if parameter.requires_grad and plan.master.itemsize > plan.compute.itemsize:
                 originals[name] = parameter.data
-            parameter.data = parameter.data.to(plan.master).to(plan.compute)
+            held = parameter.data.to(plan.master) if parameter.requires_grad else parameter.data
+            parameter.data = held.to(plan.compute)
     return originals
 
 
@@ -304,10 +309,6 @@ def _offload(recipe: EngineRecipe, stage: int) -> tuple[str, str, str | None]:
 
 def import_deepspeed(device: torch.device) -> types.ModuleType:
     """DeepSpeed, quiet and without compiling anything. Raises EngineError when it is not installed."""
-    if device.type == "cpu":
-        # Names the accelerator, which otherwise is guessed with a log line.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     try:
         import deepspeed
     except ImportError as error:
@@ -333,7 +334,10 @@ class _Backend:
         self._cdb = deepspeed.comm.comm.cdb
         self._reducer = reducer
         # The names torch 2.13 gives these; DeepSpeed's own choice prints a deprecation warning at every call.
-        for name, function in (("all_gather_function", "all_gather_single"), ("reduce_scatter_function", "reduce_scatter_single")):
+        for name, function in (
+            ("all_gather_function", "all_gather_single"),
+            ("reduce_scatter_function", "reduce_scatter_single"),
+        ):
             if hasattr(torch.distributed, function):
                 setattr(self._cdb, name, getattr(torch.distributed, function))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from samestep.engines.protocol import Gathering
+from samestep.engines.protocol import Replica
 from samestep.world import World, gather_numbers
 
 _CHUNK = 65_536
@@ -24,7 +24,7 @@ _RELATIVE_ERROR = 2.0**-36
 _MAX_TERMS = 12
 
 
-def global_norm(gradients: Sequence[torch.Tensor], replica: Gathering, world: World) -> float:
+def global_norm(gradients: Sequence[torch.Tensor], replica: Replica, world: World) -> float:
     """Euclidean norm over all ranks of 1-D gradients in fp32, bf16 or fp16: an fp32 value, equal on all ranks.
 
     Ranks that hold the same gradient (`replica`) each square a share of it. Not finite when any element is not.
@@ -56,7 +56,7 @@ def scale_(gradients: Sequence[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(list(gradients), factor)
 
 
-def _share(gradients: Sequence[torch.Tensor], replica: Gathering) -> list[torch.Tensor]:
+def _share(gradients: Sequence[torch.Tensor], replica: Replica) -> list[torch.Tensor]:
     if replica.count == 1:
         return list(gradients)
     return [gradient.tensor_split(replica.count)[replica.index] for gradient in gradients]

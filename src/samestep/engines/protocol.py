@@ -41,19 +41,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one optimizer step did. Norms are global, fp32 values as Python floats, equal on all ranks.
-
-    `grad_norm` is before and `grad_norm_clipped` after clipping. `skipped` is True when the update was not applied.
-    """
-
-    grad_norm: float
-    grad_norm_clipped: float
-    skipped: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gathering:
+class Replica:
     """Where this rank's shards lie among the copies: replica `index` of `count`."""
 
     index: int
@@ -64,7 +52,12 @@ class Engine(Protocol):
     """One training state on one rank."""
 
     model: nn.Module
-    replica: Gathering
+    replica: Replica
+
+    @property
+    def reduced_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which gradients crossed the ranks so far."""
+        ...
 
     def turns(self, micro_steps: int) -> Sequence[Turn]:
         """The forward and backward passes of one step, in the order this engine wants them."""

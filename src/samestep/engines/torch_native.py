@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # the type that set_custom_reduce_scatter takes
 from torch.distributed.tensor import DTensor
 
-from samestep.engines.protocol import Gathering, Shard, Turn
+from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer, TreeAccumulator
 from samestep.optim import OptimizerFactory, set_lr
 from samestep.precision.plan import Plan
@@ -68,7 +68,7 @@ class TorchEngine:
         world: World,
     ) -> None:
         self.model = model
-        self.reducer = Reducer(recipe.reduce_order)
+        self._reducer = Reducer(recipe.reduce_order)
         self._world = world
         self._recipe = recipe
         self._plan = plan
@@ -76,7 +76,7 @@ class TorchEngine:
         for parameter, tensor in zip(model.parameters(), plan.parameters, strict=True):
             parameter.data = parameter.data.to(tensor.held)
         mesh, self.replica = _mesh(recipe, world)
-        _shard(model, plan=plan, recipe=recipe, units=units, ignored=ignored, mesh=mesh, reducer=self.reducer)
+        _shard(model, plan=plan, recipe=recipe, units=units, ignored=ignored, mesh=mesh, reducer=self._reducer)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # The optimizer works on plain local tensors: the same code, and the same bits, as on every other engine.
         # Lazy initialisation may move a shard's storage once, so do it now.
@@ -85,6 +85,10 @@ class TorchEngine:
         self._optimizer = optimizer(self._locals)
         self._ranks = TreeAccumulator()
         self._accumulated: list[torch.Tensor] | None = None
+
+    @property
+    def reduced_dtypes(self) -> set[torch.dtype]:
+        return self._reducer.dtypes
 
     def turns(self, micro_steps: int) -> Sequence[Turn]:
         if not self._emulates:
@@ -156,12 +160,12 @@ class TorchEngine:
         pass
 
 
-def _mesh(recipe: EngineRecipe, world: World) -> tuple[DeviceMesh, Gathering]:
+def _mesh(recipe: EngineRecipe, world: World) -> tuple[DeviceMesh, Replica]:
     """The mesh to shard over, and this rank's place among the replicas."""
     shard_ranks = {"single": 1, "ddp": 1, "fsdp": world.size}.get(recipe.name) or recipe.shard_ranks or world.size // 2
     replicas = world.size // shard_ranks
     mesh = init_device_mesh(world.device.type, (replicas, shard_ranks), mesh_dim_names=("replicate", "shard"))
-    return mesh, Gathering(index=world.rank // shard_ranks, count=replicas)
+    return mesh, Replica(index=world.rank // shard_ranks, count=replicas)
 
 
 def _shard(

@@ -9,21 +9,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from samestep.dtypes import DTYPES, dtype_name
 from samestep.recipe.schema import Precision
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROLES = ("load", "master", "compute", "gradient", "reduce", "moments", "buffer", "frozen", "output", "export")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as recipes write it: "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +78,15 @@ class Plan:
 
 
 def resolve(
-    precision: Precision, model: nn.Module, *, is_ignored: Callable[[str], bool] = lambda _name: False
+    precision: Precision,
+    model: nn.Module,
+    *,
+    casts_frozen: bool = False,
 ) -> Plan:
-    """The plan for this model as it was loaded. `is_ignored` tells parameters that no engine may touch.
+    """The plan for this model as it was loaded.
 
-    Trainable parameters are held in the master dtype; frozen and ignored ones and buffers keep what they have.
+    Trainable parameters are held in the master dtype; frozen ones (ignored ones are frozen) and buffers keep what they have.
+    `casts_frozen` is for engines that hold frozen parameters in the compute dtype; exports still have the originals.
     """
     low = DTYPES[precision.low_dtype]
     fp32 = torch.float32
@@ -100,7 +100,7 @@ def resolve(
             name=name,
             numel=parameter.numel(),
             loaded=parameter.dtype,
-            held=master if parameter.requires_grad and not is_ignored(name) else parameter.dtype,
+            held=master if parameter.requires_grad else compute if casts_frozen else parameter.dtype,
             trainable=parameter.requires_grad,
         )
         for name, parameter in model.named_parameters()
@@ -111,6 +111,9 @@ def resolve(
     )
     loaded = _dtypes(parameter.loaded for parameter in parameters)
     frozen = _dtypes(parameter.held for parameter in parameters if not parameter.trainable)
+    why_frozen = "frozen parameters keep their load dtype and have no master"
+    if casts_frozen:
+        why_frozen = "this engine holds frozen parameters in the compute dtype; exports have the loaded values"
     export = loaded if precision.export_dtype == "loaded" else (DTYPES[precision.export_dtype],)
     roles = {
         "load": Role(dtypes=loaded, reason="as the model was loaded; it does not change the regime"),
@@ -120,7 +123,7 @@ def resolve(
         "reduce": Role(dtypes=(reduce,), reason=f"{why}; what crosses the ranks"),
         "moments": Role(dtypes=(master,), reason=f"{why}; the optimizer works in the master's dtype"),
         "buffer": Role(dtypes=_dtypes(b.held for b in buffers), reason="buffers keep what the model gave them"),
-        "frozen": Role(dtypes=frozen, reason="frozen parameters keep their load dtype and have no master"),
+        "frozen": Role(dtypes=frozen, reason=why_frozen),
         "output": Role(dtypes=(compute,), reason="logits leave the model in the compute dtype; the loss is fp32"),
         "export": Role(dtypes=export, reason=f"precision.export_dtype: {precision.export_dtype}"),
     }
@@ -137,5 +140,22 @@ def resolve(
     )
 
 
-def _dtypes(found: object) -> tuple[torch.dtype, ...]:
-    return tuple(sorted(set(found), key=str))  # type: ignore[call-overload]
+def _dtypes(found: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    return tuple(sorted(set(found), key=str))
+
+
+def described(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data for JSON: roles, parameter counts, what is upcast and what that costs."""
+    return {
+        "regime": plan.regime,
+        "roles": {
+            role: {"dtype": [dtype_name(d) for d in entry.dtypes], "reason": entry.reason}
+            for role, entry in plan.roles.items()
+        },
+        "parameters": {
+            "total": sum(p.numel for p in plan.parameters),
+            "trainable": sum(p.numel for p in plan.trainable),
+            "upcast": [p.name for p in plan.upcast],
+            "upcast_bytes": plan.upcast_bytes,
+        },
+    }

@@ -1,0 +1,1 @@
+"""What leaves a run: weights gathered from any engine, and exports."""

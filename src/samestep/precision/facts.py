@@ -1,0 +1,105 @@
+"""What dtypes a live run really has: read from tensors and from what crossed the ranks, never from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from samestep.dtypes import dtype_name
+from samestep.precision.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Observed dtypes by role, and of every buffer by name. A role that nothing has is an empty tuple."""
+
+    roles: dict[str, tuple[torch.dtype, ...]]
+    buffers: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """A role whose observed dtypes are not the planned ones."""
+
+    role: str
+    planned: tuple[torch.dtype, ...]
+    observed: tuple[torch.dtype, ...]
+    what: str
+
+    def __str__(self) -> str:
+        planned, observed = (
+            " and ".join(map(dtype_name, dtypes)) or "none" for dtypes in (self.planned, self.observed)
+        )
+        return f"{self.what}: planned {planned}, observed {observed}"
+
+
+class ComputeObserver:
+    """Watches the parameters that modules see inside one forward pass: the dtype they compute in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.dtypes: set[torch.dtype] = set()
+        owners = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+        self._hooks = [module.register_forward_pre_hook(self._look) for module in owners]
+
+    def _look(self, module: nn.Module, _inputs: object) -> None:
+        self.dtypes.update(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def observe(
+    model: nn.Module,
+    *,
+    masters: Iterable[torch.Tensor],
+    gradients: Iterable[torch.dtype],
+    moments: Iterable[torch.Tensor],
+    reduced: Iterable[torch.dtype],
+    computed: Iterable[torch.dtype],
+    logits: torch.dtype,
+) -> Facts:
+    """The facts of a run after its first optimizer step."""
+    buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    return Facts(
+        roles={
+            "master": _sorted(t.dtype for t in masters),
+            "compute": _sorted(computed),
+            "gradient": _sorted(gradients),
+            "reduce": _sorted(reduced),
+            "moments": _sorted(t.dtype for t in moments),
+            "buffer": _sorted(buffers.values()),
+            "frozen": _sorted(p.dtype for p in model.parameters() if not p.requires_grad),
+            "output": (logits,),
+        },
+        buffers=buffers,
+    )
+
+
+def violations(plan: Plan, facts: Facts, *, several_ranks: bool) -> list[Violation]:
+    """Every role, and every buffer, whose observed dtypes differ from the plan."""
+    found = []
+    for role, observed in facts.roles.items():
+        planned = plan.roles[role].dtypes
+        if role == "reduce" and not several_ranks:
+            continue  # nothing crosses ranks
+        if role == "moments" and not observed:
+            continue  # an optimizer without moments
+        if role != "buffer" and observed != planned:
+            found.append(Violation(role=role, planned=planned, observed=observed, what=role))
+    for buffer in plan.buffers:
+        observed_dtype = facts.buffers.get(buffer.name, buffer.held)
+        if observed_dtype != buffer.held:
+            found.append(
+                Violation(
+                    role="buffer", planned=(buffer.held,), observed=(observed_dtype,), what=f"buffer {buffer.name}"
+                )
+            )
+    return found
+
+
+def _sorted(dtypes: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    return tuple(sorted(set(dtypes), key=str))

@@ -1,0 +1,1 @@
+"""The main job: launch the ranks, run the steps, leave a run folder behind."""

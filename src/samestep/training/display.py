@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on: a line of progress on a terminal, plain lines elsewhere. On stderr."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from samestep.dtypes import dtype_name
+from samestep.precision.plan import ROLES, Plan
+from samestep.training.folder import StepRecord
+
+
+class Display:
+    """Shows a run on the main rank; `quiet` shows nothing (the other ranks)."""
+
+    def __init__(self, *, steps: int, every: int, quiet: bool) -> None:
+        self._console = Console(stderr=True, quiet=quiet)
+        self._every = every
+        self._steps = steps
+        self._progress: Progress | None = None
+        if self._console.is_terminal and not quiet:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("", total=steps)
+            self._progress.start()
+
+    def plan(self, plan: Plan, *, engine: str, ranks: int, shared_by: int) -> None:
+        """Prints the precision plan and what upcasting costs a rank. `shared_by` is the ranks that share a master."""
+        table = Table(
+            title=f"{engine} on {ranks} rank{'s' if ranks > 1 else ''}, regime {plan.regime}", title_justify="left"
+        )
+        table.add_column("role")
+        table.add_column("dtype")
+        table.add_column("because")
+        for role in ROLES:
+            entry = plan.roles[role]
+            table.add_row(role, ", ".join(map(dtype_name, entry.dtypes)) or "-", entry.reason)
+        self._console.print(table)
+        self.say(upcast_sentence(plan, shared_by=shared_by))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, record: StepRecord) -> None:
+        lost = "" if record.lost_update_share is None else f"  lost updates {record.lost_update_share:.0%}"
+        text = f"loss {_shown(record.loss)}  grad norm {_shown(record.grad_norm)}  lr {record.lr:.3g}{lost}"
+        if self._progress:
+            self._progress.update(self._task, completed=record.step, description=text)
+        elif record.step % self._every == 0 or record.step == self._steps:
+            self.say(f"step {record.step}/{self._steps}  {text}")
+
+    def close(self) -> None:
+        if self._progress:
+            self._progress.stop()
+
+
+def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
+    """What was upcast and what it costs, for people."""
+    total = sum(p.numel for p in plan.parameters)
+    if not plan.upcast:
+        return f"No parameter is upcast ({total:,} parameters)."
+    upcast = sum(p.numel for p in plan.upcast)
+    return (
+        f"{len(plan.upcast)} tensors, {upcast:,} of {total:,} parameters, get {dtype_name(plan.master)} masters over "
+        f"{', '.join(sorted({dtype_name(p.loaded) for p in plan.upcast}))} weights: "
+        f"{plan.upcast_bytes / shared_by / 1e6:,.1f} MB more per rank."
+    )
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,155 @@
+"""The run folder: where everything a run leaves is written, completely or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import OutputError, SamestepError
+
+# What an earlier run left and --overwrite clears. Nothing else in the folder is ever deleted.
+_OURS = (
+    "recipe.yaml",
+    "precision.json",
+    "data.json",
+    "steps.jsonl",
+    "evaluations.jsonl",
+    "summary.json",
+    "masters.safetensors",
+    "export",
+    "tensorboard",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One line of steps.jsonl. Losses and norms are global; seconds are wall-clock on the main rank; rates count
+    tokens without padding; shares are None where they were not measured, numbers None where they are not finite."""
+
+    step: int
+    epoch: int
+    loss: float | None
+    grad_norm: float | None
+    grad_norm_clipped: float | None
+    lr: float
+    label_tokens: int
+    tokens: int
+    step_seconds: float
+    tokens_per_second_per_device: float
+    mfu: float | None
+    peak_memory_bytes: int
+    lost_update_share: float | None
+    unseen_update_share: float | None
+    loss_scale: float | None
+    skipped: bool
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def prepare(folder: Path, *, overwrite: bool) -> None:
+    """Makes an empty run folder. Raises OutputError when it cannot, or when it holds a run and must not lose it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = [name for name in _OURS if (folder / name).exists()]
+        others = [entry.name for entry in folder.iterdir() if entry.name not in _OURS]
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    if (found or others) and not overwrite:
+        raise OutputError(
+            "the folder is not empty", where=str(folder), remedy="Choose another with --out, or give --overwrite."
+        )
+    if others:
+        raise OutputError(
+            f"the folder holds {others[0]}, which is not of a run",
+            where=str(folder),
+            remedy="Choose another with --out; --overwrite replaces runs only.",
+        )
+    try:
+        for name in found:
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        probe = folder / ".probe"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file completely or not at all. Raises OutputError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON completely or not at all; floats read back to the same bits. Raises OutputError."""
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Has `fill` write into a temporary folder that then takes the place `path`. Raises OutputError."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        fill(partial)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(partial, path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class JsonLines:
+    """A growing .jsonl file; every line is on its way to the disk when `write` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def write(self, record: StepRecord | dict[str, Any]) -> None:
+        content = record if isinstance(record, dict) else asdict(record)
+        try:
+            self._file.write(json.dumps(content, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file. Raises OutputError when it is not there or not one object a line."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise OutputError(f"cannot be read: {error}", where=str(path)) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> SamestepError:
+    return OutputError(
+        f"cannot be written: {error.strerror or error}", where=str(path), remedy="Choose another place with --out."
+    )

@@ -1,0 +1,175 @@
+"""One optimizer step, and one evaluation, on any engine."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from samestep import models
+from samestep.data import Batch, GlobalStep, Loader
+from samestep.engines import gradients
+from samestep.engines.protocol import Engine
+from samestep.optim import is_decayed
+from samestep.precision import lost_updates
+from samestep.precision.facts import ComputeObserver, Facts, observe
+from samestep.recipe.schema import Recipe
+from samestep.training.loss_scale import DynamicScale
+from samestep.world import World, gather_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """What a step did, the same on every rank. Losses and norms may be non-finite; `skipped` says no weight moved.
+
+    `should_stop` is True when any rank was asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    grad_norm_clipped: float
+    skipped: bool
+    should_stop: bool
+    lost_update_share: float | None
+    unseen_update_share: float | None
+    facts: Facts | None
+
+
+class Stepper:
+    """Takes optimizer steps with one engine. Holds the loss scale, nothing else that changes."""
+
+    def __init__(self, engine: Engine, recipe: Recipe, world: World, *, compute: torch.dtype) -> None:
+        self.engine = engine
+        self.scale = DynamicScale(recipe.precision.loss_scale) if compute == torch.float16 else None
+        self._recipe = recipe
+        self._world = world
+        self._compute = compute
+
+    def step(self, data: GlobalStep, *, index: int, lr: float, measure: bool, stop: bool, facts: bool) -> StepOutcome:
+        """One optimizer step on `data`. `index` counts from 0. Nothing is updated when the loss or the gradient is not
+        finite; what that means is the caller's to say. `measure` counts lost updates, `facts` observes dtypes."""
+        observer = ComputeObserver(self.engine.model) if facts else None
+        loss, should_stop, logits = self._forward_backward(data, index, stop)
+        if observer is not None:
+            observer.close()
+        reduced = self.engine.gradients()
+        scale = self.scale.value if self.scale else 1.0
+        norm = gradients.global_norm(reduced, self.engine.replica, self._world) / scale
+        shares: tuple[float, float] | None = None
+        clipped = norm
+        gradient_dtypes = {g.dtype for g in reduced}
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        if skipped:
+            self.engine.discard()
+        else:
+            factor = gradients.clip_factor(norm, self._recipe.train.max_grad_norm)
+            gradients.scale_(reduced, factor / scale)
+            if factor != 1.0:
+                clipped = gradients.global_norm(reduced, self.engine.replica, self._world)
+            watched = self._watch(reduced) if measure else None
+            self.engine.apply(lr)
+            if watched is not None:
+                shares = self._shares(watched)
+        found = None
+        if observer is not None and not skipped:
+            found = self._observe(observer, gradient_dtypes, logits)
+        return StepOutcome(
+            loss=loss,
+            grad_norm=norm,
+            grad_norm_clipped=clipped,
+            skipped=skipped,
+            should_stop=should_stop,
+            lost_update_share=shares[0] if shares else None,
+            unseen_update_share=shares[1] if shares else None,
+            facts=found,
+        )
+
+    def _forward_backward(self, data: GlobalStep, index: int, stop: bool) -> tuple[float, bool, torch.dtype]:
+        scale = self.scale.value if self.scale else 1.0
+        logits = torch.float32
+        sums = []
+        for turn in self.engine.turns(data.micro_steps):
+            # Dropout is a function of where we are in the run, so that engines, ranks and resumed runs agree on it.
+            torch.manual_seed(_dropout_seed(self._recipe.train.seed, index, turn.micro, turn.rank))
+            loss, output = self._loss_sum(data.batch(turn.micro, turn.rank))
+            logits = output.dtype
+            sums.append(loss.detach().double())
+            # One division by the label tokens of the whole global batch: never a mean of means.
+            self.engine.backward(loss / data.label_tokens * scale, turn, data.micro_steps)
+        rows = gather_numbers([float(stop), *torch.stack(sums).tolist()], self._world)
+        total = _exact_sum(value for row in rows for value in row[1:])
+        return total / data.label_tokens, any(row[0] for row in rows), logits
+
+    def _loss_sum(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return models.loss_sum(
+            self.engine.model, on_device(batch, self._world.device), attention=self._recipe.model.attention
+        )
+
+    def _watch(self, reduced: list[torch.Tensor]) -> list[lost_updates.Watched]:
+        optimizer = self._recipe.train.optimizer
+        watched = []
+        for shard, gradient in zip(self.engine.masters(), reduced, strict=True):
+            numel = torch.Size(shard.shape).numel()
+            moments = [m for m in self.engine.moments(shard.name).values() if m.numel() == shard.values.numel() != 1]
+            values, slope, *rest = (
+                lost_updates.sample(t.view(-1), start=shard.start, numel=numel)
+                for t in (shard.values, gradient, *moments)
+            )
+            decayed = optimizer.weight_decay > 0 and is_decayed(shard.name, optimizer)
+            watched.append(lost_updates.watch(values, slope, rest, decayed=decayed))
+        return watched
+
+    def _shares(self, watched: list[lost_updates.Watched]) -> tuple[float, float]:
+        counts = lost_updates.count(watched, self._compute)
+        rows = gather_numbers([counts.wanted, counts.lost, counts.unseen], self._world)
+        wanted, lost, unseen = (sum(row[i] for row in rows) for i in range(3))
+        return (lost / wanted, unseen / wanted) if wanted else (0.0, 0.0)
+
+    def _observe(self, observer: ComputeObserver, gradient_dtypes: set[torch.dtype], logits: torch.dtype) -> Facts:
+        masters = self.engine.masters()
+        moments = [moment for s in masters for key, moment in self.engine.moments(s.name).items() if key != "step"]
+        return observe(
+            self.engine.model,
+            masters=[s.values for s in masters],
+            gradients=gradient_dtypes,
+            moments=moments,
+            reduced=self.engine.reduced_dtypes,
+            computed=observer.dtypes,
+            logits=logits,
+        )
+
+    def evaluate(self, loader: Loader) -> float:
+        """Mean loss per label token over all rows of a loader, each counted once."""
+        model = self.engine.model
+        model.eval()
+        sums, label_tokens = [0.0], 0
+        with torch.no_grad():
+            for index in range(loader.steps_per_epoch):
+                data = loader.step(index)
+                label_tokens += data.label_tokens
+                for turn in self.engine.turns(data.micro_steps):
+                    sums.append(self._loss_sum(data.batch(turn.micro, turn.rank))[0].item())
+        model.train()
+        rows = gather_numbers(sums, self._world)
+        return _exact_sum(value for row in rows for value in row) / label_tokens
+
+
+def on_device(batch: Batch, device: torch.device) -> models.Inputs:
+    """The batch's tensors on a device."""
+    tensors = (batch.input_ids, batch.labels, batch.position_ids, batch.document_ids)
+    input_ids, labels, positions, documents = (None if t is None else t.to(device, non_blocking=True) for t in tensors)
+    assert input_ids is not None and labels is not None
+    return models.Inputs(input_ids=input_ids, labels=labels, position_ids=positions, document_ids=documents)
+
+
+def _exact_sum(values: object) -> float:
+    """math.fsum, which rounds once whatever the order; not finite when a value is not."""
+    listed = list(values)  # type: ignore[call-overload]
+    return math.fsum(listed) if all(map(math.isfinite, listed)) else sum(listed)
+
+
+def _dropout_seed(seed: int, step: int, micro: int, rank: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{step}/{micro}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
