@@ -64,6 +64,10 @@ class EngineError(SamestepError):
     """An engine that cannot do what the recipe asks; raised before any training."""
 
 
+class PrecisionError(SamestepError):
+    """A run that its dtypes would make pointless; raised before its first step."""
+
+
 class OutputError(SamestepError):
     """A place that cannot be written."""
 

@@ -178,7 +178,8 @@ def unit_modules(model: nn.Module, class_names: list[str] | None) -> list[nn.Mod
 def _no_split_classes(model: nn.Module) -> list[str]:
     classes: set[str] = set()
     for module in model.modules():
-        classes.update(getattr(module, "_no_split_modules", None) or [])
+        if isinstance(module, PreTrainedModel):
+            classes.update(module._no_split_modules or [])
     return sorted(classes)
 
 

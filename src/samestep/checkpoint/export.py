@@ -1,7 +1,7 @@
 """The trained model as a folder that transformers loads, the same bytes from every engine.
 
-The main rank loads the model once more as the run did and writes the trained masters over it. So frozen weights, buffers,
-ties and the dtype of every tensor are what they were when loaded, whatever the engine did with them.
+The main rank loads the model once more as the run did and writes the trained masters over it. So frozen weights,
+buffers, ties and the dtype of every tensor are what they were when loaded, whatever the engine did with them.
 """
 
 from __future__ import annotations

@@ -106,16 +106,16 @@ def _refuse_zero(recipe: Recipe, plan: Plan) -> None:
     offloads_optimizer = offload == "cpu" if isinstance(offload, str) else offload.optimizer != "none"
     if plan.master != torch.float32 and offloads_optimizer:
         raise EngineError(
-            f"{engine} offloads the optimizer only with fp32 masters: for {dtype_name(plan.master)} ones DeepSpeed demands "
-            "its own CPU Adam, which computes other numbers",
+            f"{engine} offloads the optimizer only with fp32 masters: for {dtype_name(plan.master)} ones DeepSpeed "
+            "demands its own CPU Adam, which computes other numbers",
             where="engine.offload",
             remedy="Use precision.regime: mixed or full, or the fsdp engine.",
         )
     if not isinstance(offload, str):
         if offload.optimizer == "nvme":
             raise EngineError(
-                f"{engine} with the optimizer on NVMe keeps gradients and masters out of reach between backward and step, "
-                "where the exact norm and clipping need them",
+                f"{engine} with the optimizer on NVMe keeps gradients and masters out of reach between backward and "
+                "step, where the exact norm and clipping need them",
                 where="engine.offload.optimizer",
                 remedy="Use optimizer: cpu; parameters may be on nvme.",
             )
@@ -128,9 +128,9 @@ def _refuse_zero(recipe: Recipe, plan: Plan) -> None:
 
 
 def _has_async_io() -> bool:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.ops import op_builder
 
-    return bool(AsyncIOBuilder().is_compatible(verbose=False))
+    return bool(getattr(op_builder, "AsyncIOBuilder")().is_compatible(verbose=False))  # noqa: B009 - made at run time
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:

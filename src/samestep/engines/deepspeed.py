@@ -1,7 +1,7 @@
 """`zero1`, `zero2` and `zero3`: DeepSpeed, made to keep the same numbers as everything else.
 
-DeepSpeed owns the step, so this adapter settles its dtypes, takes over clipping, loss scaling, the order of sums and (on
-stage 1) the accumulation of micro-batches, and reads masters and gradients as slices of named tensors. All private
+DeepSpeed owns the step, so this adapter settles its dtypes, takes over clipping, loss scaling, the order of sums and
+(on stage 1) the accumulation of micro-batches, and reads masters and gradients as slices of named tensors. All private
 attributes of DeepSpeed that this needs are read in this file alone.
 """
 
@@ -69,8 +69,8 @@ class DeepSpeedEngine:
         self._is_bf16_optimizer = type(self._zero).__name__ == "BF16_Optimizer"
         if self.stage == 3:
             _keep_autograd_order(self._engine.module, self._zero)
-            # Stages 1 and 2 can be told to sum; stage 3 divides by the ranks and multiplies by this ratio. A loss scaled
-            # up instead would reach into another range of fp16.
+            # Stages 1 and 2 can be told to sum; stage 3 divides by the ranks and multiplies by this ratio. A loss
+            # scaled up instead would reach into another range of fp16.
             self._zero._gradient_averaging_world_size = lambda *_: 1
         self._slices = list(self._layout({id(p): name for name, p in named.items()}))
         for shard in self.masters():
@@ -178,7 +178,7 @@ class DeepSpeedEngine:
         )
 
     def _layout(self, names: dict[int, str]) -> Iterator[_Slice]:
-        rank, size = self._world.rank, self._world.size
+        rank = self._world.rank
         if self.stage == 3:
             for group, parameters in enumerate(self._zero.fp16_groups):
                 offset = 0
@@ -238,7 +238,8 @@ class _AfterBackward:
 def _keep_autograd_order(model: nn.Module, zero: Any) -> None:
     for module in model.modules():
         if "post_bwd_fn" in module.__dict__:
-            module.post_bwd_fn = _AfterBackward(module, zero.parameter_offload.post_sub_module_backward_function)
+            after = _AfterBackward(module, zero.parameter_offload.post_sub_module_backward_function)
+            module.__dict__["post_bwd_fn"] = after
 
 
 def _cast_parameters(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
@@ -334,12 +335,9 @@ class _Backend:
         self._cdb = deepspeed.comm.comm.cdb
         self._reducer = reducer
         # The names torch 2.13 gives these; DeepSpeed's own choice prints a deprecation warning at every call.
-        for name, function in (
-            ("all_gather_function", "all_gather_single"),
-            ("reduce_scatter_function", "reduce_scatter_single"),
-        ):
-            if hasattr(torch.distributed, function):
-                setattr(self._cdb, name, getattr(torch.distributed, function))
+        for name in ("all_gather", "reduce_scatter"):
+            if hasattr(torch.distributed, f"{name}_single"):
+                setattr(self._cdb, f"{name}_function", getattr(torch.distributed, f"{name}_single"))
 
     def __enter__(self) -> None:
         cdb, reducer = self._cdb, self._reducer

@@ -37,7 +37,7 @@ class _ReduceScatter(ReduceScatter):
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

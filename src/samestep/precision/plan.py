@@ -23,6 +23,17 @@ ROLES = ("load", "master", "compute", "gradient", "reduce", "moments", "buffer",
 
 
 @dataclass(frozen=True, kw_only=True)
+class Regime:
+    """The dtypes that a regime's name stands for. Gradients and moments are in the master's dtype."""
+
+    name: str
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Role:
     """One role's dtypes (several only where the model itself mixes them, none where nothing has it) and the reason."""
 
@@ -47,7 +58,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The regime for one model. `low` is the low-precision dtype, `loss_scaled` whether fp16 scales the loss."""
+    """A regime for one model: every role, parameter and buffer."""
 
     regime: str
     master: torch.dtype
@@ -58,10 +69,6 @@ class Plan:
     roles: dict[str, Role]
     parameters: tuple[TensorPlan, ...]
     buffers: tuple[TensorPlan, ...]
-
-    @property
-    def loss_scaled(self) -> bool:
-        return self.compute == torch.float16
 
     @property
     def trainable(self) -> tuple[TensorPlan, ...]:
@@ -77,30 +84,31 @@ class Plan:
         return sum(p.numel * (p.held.itemsize - p.loaded.itemsize) for p in self.upcast)
 
 
-def resolve(
-    precision: Precision,
-    model: nn.Module,
-    *,
-    casts_frozen: bool = False,
-) -> Plan:
+def regime_of(precision: Precision) -> Regime:
+    """What the recipe's regime stands for."""
+    low, fp32 = DTYPES[precision.low_dtype], torch.float32
+    master, compute, reduce, what = {
+        "full": (fp32, fp32, fp32, "fp32 everywhere"),
+        "mixed": (fp32, low, fp32, f"fp32 masters, {dtype_name(low)} compute"),
+        "low": (low, low, low, f"{dtype_name(low)} everywhere"),
+    }[precision.regime]
+    name = precision.regime
+    return Regime(name=name, master=master, compute=compute, reduce=reduce, reason=f"regime {name}: {what}")
+
+
+def resolve(precision: Precision, model: nn.Module, *, casts_frozen: bool = False) -> Plan:
     """The plan for this model as it was loaded.
 
-    Trainable parameters are held in the master dtype; frozen ones (ignored ones are frozen) and buffers keep what they have.
-    `casts_frozen` is for engines that hold frozen parameters in the compute dtype; exports still have the originals.
+    Trainable parameters are held in the master dtype; frozen ones (ignored ones are frozen) and buffers keep what they
+    have. `casts_frozen` is for engines that hold frozen parameters in the compute dtype; exports have the originals.
     """
-    low = DTYPES[precision.low_dtype]
-    fp32 = torch.float32
-    master, compute, reduce, why = {
-        "full": (fp32, fp32, fp32, "regime full: fp32 everywhere"),
-        "mixed": (fp32, low, fp32, f"regime mixed: fp32 masters, {dtype_name(low)} compute"),
-        "low": (low, low, low, f"regime low: {dtype_name(low)} everywhere"),
-    }[precision.regime]
+    regime = regime_of(precision)
     parameters = tuple(
         TensorPlan(
             name=name,
             numel=parameter.numel(),
             loaded=parameter.dtype,
-            held=master if parameter.requires_grad else compute if casts_frozen else parameter.dtype,
+            held=regime.master if parameter.requires_grad else regime.compute if casts_frozen else parameter.dtype,
             trainable=parameter.requires_grad,
         )
         for name, parameter in model.named_parameters()
@@ -109,39 +117,46 @@ def resolve(
         TensorPlan(name=name, numel=buffer.numel(), loaded=buffer.dtype, held=buffer.dtype, trainable=False)
         for name, buffer in model.named_buffers()
     )
-    loaded = _dtypes(parameter.loaded for parameter in parameters)
-    frozen = _dtypes(parameter.held for parameter in parameters if not parameter.trainable)
-    why_frozen = "frozen parameters keep their load dtype and have no master"
-    if casts_frozen:
-        why_frozen = "this engine holds frozen parameters in the compute dtype; exports have the loaded values"
-    export = loaded if precision.export_dtype == "loaded" else (DTYPES[precision.export_dtype],)
-    roles = {
-        "load": Role(dtypes=loaded, reason="as the model was loaded; it does not change the regime"),
-        "master": Role(dtypes=(master,), reason=why),
-        "compute": Role(dtypes=(compute,), reason=why),
-        "gradient": Role(dtypes=(master,), reason=f"{why}; accumulated and clipped in the master's dtype"),
-        "reduce": Role(dtypes=(reduce,), reason=f"{why}; what crosses the ranks"),
-        "moments": Role(dtypes=(master,), reason=f"{why}; the optimizer works in the master's dtype"),
-        "buffer": Role(dtypes=_dtypes(b.held for b in buffers), reason="buffers keep what the model gave them"),
-        "frozen": Role(dtypes=frozen, reason=why_frozen),
-        "output": Role(dtypes=(compute,), reason="logits leave the model in the compute dtype; the loss is fp32"),
-        "export": Role(dtypes=export, reason=f"precision.export_dtype: {precision.export_dtype}"),
-    }
     return Plan(
-        regime=precision.regime,
-        master=master,
-        compute=compute,
-        gradient=master,
-        reduce=reduce,
-        moments=master,
-        roles=roles,
+        regime=regime.name,
+        master=regime.master,
+        compute=regime.compute,
+        gradient=regime.master,
+        reduce=regime.reduce,
+        moments=regime.master,
+        roles=_roles(precision, regime, parameters, buffers, casts_frozen=casts_frozen),
         parameters=parameters,
         buffers=buffers,
     )
 
 
-def _dtypes(found: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
-    return tuple(sorted(set(found), key=str))
+def _roles(
+    precision: Precision,
+    regime: Regime,
+    parameters: tuple[TensorPlan, ...],
+    buffers: tuple[TensorPlan, ...],
+    *,
+    casts_frozen: bool,
+) -> dict[str, Role]:
+    loaded = _dtypes(parameter.loaded for parameter in parameters)
+    frozen = _dtypes(parameter.held for parameter in parameters if not parameter.trainable)
+    export = loaded if precision.export_dtype == "loaded" else (DTYPES[precision.export_dtype],)
+    why, master, compute = regime.reason, (regime.master,), (regime.compute,)
+    why_frozen = "frozen parameters keep their load dtype and have no master"
+    if casts_frozen:
+        why_frozen = "this engine holds frozen parameters in the compute dtype; exports have the loaded values"
+    return {
+        "load": Role(dtypes=loaded, reason="as the model was loaded; it does not change the regime"),
+        "master": Role(dtypes=master, reason=why),
+        "compute": Role(dtypes=compute, reason=why),
+        "gradient": Role(dtypes=master, reason=f"{why}; accumulated and clipped in the master's dtype"),
+        "reduce": Role(dtypes=(regime.reduce,), reason=f"{why}; what crosses the ranks"),
+        "moments": Role(dtypes=master, reason=f"{why}; the optimizer works in the master's dtype"),
+        "buffer": Role(dtypes=_dtypes(b.held for b in buffers), reason="buffers keep what the model gave them"),
+        "frozen": Role(dtypes=frozen, reason=why_frozen),
+        "output": Role(dtypes=compute, reason="logits leave the model in the compute dtype; the loss is fp32"),
+        "export": Role(dtypes=export, reason=f"precision.export_dtype: {precision.export_dtype}"),
+    }
 
 
 def described(plan: Plan) -> dict[str, Any]:
@@ -159,3 +174,7 @@ def described(plan: Plan) -> dict[str, Any]:
             "upcast_bytes": plan.upcast_bytes,
         },
     }
+
+
+def _dtypes(found: Iterable[torch.dtype]) -> tuple[torch.dtype, ...]:
+    return tuple(sorted(set(found), key=str))

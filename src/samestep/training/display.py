@@ -32,8 +32,8 @@ class Display:
             self._task = self._progress.add_task("", total=steps)
             self._progress.start()
 
-    def plan(self, plan: Plan, *, engine: str, ranks: int, shared_by: int) -> None:
-        """Prints the precision plan and what upcasting costs a rank. `shared_by` is the ranks that share a master."""
+    def plan(self, plan: Plan, *, engine: str, ranks: int) -> None:
+        """Prints the precision table."""
         table = Table(
             title=f"{engine} on {ranks} rank{'s' if ranks > 1 else ''}, regime {plan.regime}", title_justify="left"
         )
@@ -44,7 +44,6 @@ class Display:
             entry = plan.roles[role]
             table.add_row(role, ", ".join(map(dtype_name, entry.dtypes)) or "-", entry.reason)
         self._console.print(table)
-        self.say(upcast_sentence(plan, shared_by=shared_by))
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -60,19 +59,6 @@ class Display:
     def close(self) -> None:
         if self._progress:
             self._progress.stop()
-
-
-def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
-    """What was upcast and what it costs, for people."""
-    total = sum(p.numel for p in plan.parameters)
-    if not plan.upcast:
-        return f"No parameter is upcast ({total:,} parameters)."
-    upcast = sum(p.numel for p in plan.upcast)
-    return (
-        f"{len(plan.upcast)} tensors, {upcast:,} of {total:,} parameters, get {dtype_name(plan.master)} masters over "
-        f"{', '.join(sorted({dtype_name(p.loaded) for p in plan.upcast}))} weights: "
-        f"{plan.upcast_bytes / shared_by / 1e6:,.1f} MB more per rank."
-    )
 
 
 def _shown(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Starts a run: in this process, as the rank that torchrun made of it, or on ranks of its own through torchrun's API."""
+"""Starts a run: here, as the rank torchrun made of this process, or on ranks of its own through torchrun's API."""
 
 from __future__ import annotations
 

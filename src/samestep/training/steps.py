@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -140,6 +141,17 @@ class Stepper:
             logits=logits,
         )
 
+    def settle(self, outcome: StepOutcome) -> bool:
+        """Adapts the loss scale to a step's outcome; False when the step was skipped and no smaller scale can help."""
+        if not outcome.skipped:
+            if self.scale:
+                self.scale.went_well()
+            return True
+        if self.scale and self.scale.can_shrink and math.isfinite(outcome.loss):
+            self.scale.overflowed()
+            return True
+        return False
+
     def evaluate(self, loader: Loader) -> float:
         """Mean loss per label token over all rows of a loader, each counted once."""
         model = self.engine.model
@@ -164,9 +176,9 @@ def on_device(batch: Batch, device: torch.device) -> models.Inputs:
     return models.Inputs(input_ids=input_ids, labels=labels, position_ids=positions, document_ids=documents)
 
 
-def _exact_sum(values: object) -> float:
+def _exact_sum(values: Iterable[float]) -> float:
     """math.fsum, which rounds once whatever the order; not finite when a value is not."""
-    listed = list(values)  # type: ignore[call-overload]
+    listed = list(values)
     return math.fsum(listed) if all(map(math.isfinite, listed)) else sum(listed)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -32,23 +34,27 @@ class _TensorBoard:
 
 
 class _Trackio:
-    def __init__(self, folder: Path, name: str) -> None:
+    """trackio keeps a local database of its own, outside of the run folder."""
+
+    def __init__(self, _folder: Path, name: str) -> None:
         import trackio
 
-        self._run = trackio.init(project="samestep", name=name, dir=str(folder))
         self._trackio = trackio
+        with contextlib.redirect_stdout(sys.stderr):
+            trackio.init(project="samestep", name=name, embed=False)
 
     def log(self, step: int, scalars: dict[str, float]) -> None:
         self._trackio.log(scalars, step=step)
 
     def close(self) -> None:
-        self._trackio.finish()
+        with contextlib.redirect_stdout(sys.stderr):
+            self._trackio.finish()
 
 
 _KINDS: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": _TensorBoard, "trackio": _Trackio}
 
 
-def open_trackers(names: list[str], folder: Path, run: str) -> list[Tracker]:
+def open_trackers(names: Sequence[str], folder: Path, run: str) -> list[Tracker]:
     """The recipe's trackers. Raises OutputError for one that is not installed."""
     opened = []
     for name in names:
