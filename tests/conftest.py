@@ -1,0 +1,21 @@
+"""What several kinds of tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.distributed.ranks import RankPools
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPools]:
+    """Real gloo ranks, started once per session. Nothing of them is left at its end."""
+    from tests.distributed.ranks import RankPools
+
+    pools = RankPools()
+    yield pools
+    pools.close()
