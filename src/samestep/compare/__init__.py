@@ -1,0 +1,1 @@
+"""One recipe on many engines and regimes: run one after the other, compared bit by bit."""

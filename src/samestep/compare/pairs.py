@@ -1,0 +1,117 @@
+"""Two runs side by side, on exact values: where they first differ and by how much at most. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Quantity = Literal["loss", "grad_norm", "weights"]
+# In the order in which a step produces them.
+_PER_STEP: tuple[Quantity, ...] = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first thing that differs. `step` counts from 1; weights are those after that step."""
+
+    step: int
+    quantity: Quantity
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGap:
+    """How two sets of masters differ. `largest` is None when a value is not finite or there is nothing to subtract;
+    `tensor` names where it is, or the first tensor that only one side has or that has another shape."""
+
+    equal_bits: bool
+    largest: float | None
+    tensor: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two variants compared. Gaps are None where a value is not finite on one side only, or where nothing could be
+    compared. A gap can be 0 without equal bits: -0.0 and 0.0, or equal values in different dtypes."""
+
+    a: str
+    b: str
+    bit_equal: bool
+    first_difference: Difference | None
+    max_abs_loss_gap: float | None
+    max_abs_grad_norm_gap: float | None
+    max_abs_weight_gap: float | None
+    max_relative_loss_gap: float | None
+    largest_weight_gap_in: str | None
+    steps_compared: int
+
+    def described(self) -> dict[str, Any]:
+        """The pair's object in compare.json."""
+        return asdict(self)
+
+
+def compare_pair(
+    a: str,
+    b: str,
+    a_steps: Sequence[dict[str, Any]],
+    b_steps: Sequence[dict[str, Any]],
+    weights: WeightGap | None,
+) -> Pair:
+    """Compares two runs by their steps.jsonl objects and their weights after the last step.
+
+    When one run has fewer steps, the first step that it lacks counts as a difference in the loss, and the weights,
+    which then belong to different steps, are not compared. Without `weights` nothing is bit-equal.
+    """
+    common = min(len(a_steps), len(b_steps))
+    unequal_length = len(a_steps) != len(b_steps)
+    if unequal_length:
+        weights = None
+    first = _first_step_difference(a_steps, b_steps)
+    if first is None and unequal_length:
+        first = Difference(step=common + 1, quantity="loss")
+    if first is None and weights is not None and not weights.equal_bits:
+        first = Difference(step=common, quantity="weights")
+    return Pair(
+        a=a,
+        b=b,
+        bit_equal=first is None and weights is not None,
+        first_difference=first,
+        max_abs_loss_gap=_largest_gap(a_steps, b_steps, "loss"),
+        max_abs_grad_norm_gap=_largest_gap(a_steps, b_steps, "grad_norm"),
+        max_abs_weight_gap=weights.largest if weights else None,
+        max_relative_loss_gap=_largest_gap(a_steps, b_steps, "loss", relative=True),
+        largest_weight_gap_in=weights.tensor if weights else None,
+        steps_compared=common,
+    )
+
+
+def _first_step_difference(a_steps: Sequence[dict[str, Any]], b_steps: Sequence[dict[str, Any]]) -> Difference | None:
+    for a, b in zip(a_steps, b_steps, strict=False):
+        for quantity in _PER_STEP:
+            if not _same_bits(a[quantity], b[quantity]):
+                return Difference(step=a["step"], quantity=quantity)
+    return None
+
+
+def _same_bits(a: float | None, b: float | None) -> bool:
+    """Equal values of equal sign, or both not finite (None)."""
+    if a is None or b is None:
+        return a is b
+    return a == b and math.copysign(1.0, a) == math.copysign(1.0, b)
+
+
+def _largest_gap(
+    a_steps: Sequence[dict[str, Any]], b_steps: Sequence[dict[str, Any]], quantity: str, *, relative: bool = False
+) -> float | None:
+    """Largest |a - b|, or |a - b| / max(|a|, |b|), over the common steps."""
+    gaps = []
+    for a_step, b_step in zip(a_steps, b_steps, strict=False):
+        a, b = a_step[quantity], b_step[quantity]
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            return None
+        gap = abs(a - b)
+        gaps.append(gap / max(abs(a), abs(b)) if relative and gap else gap)
+    return max(gaps) if gaps else None

@@ -1,0 +1,59 @@
+"""The comparison as a table for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+
+def table(report: dict[str, Any]) -> Table:
+    """A row for each variant of a report, as compare.json holds it. All are compared with the first."""
+    variants = report["variants"]
+    has_held_out = any(v["held_out"] for v in variants)
+    built = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    built.add_column("engine")
+    built.add_column("regime")
+    for heading in ("first\nloss", "last\nloss", *(["held-out loss\nbefore → after"] if has_held_out else [])):
+        built.add_column(heading, justify="right")
+    built.add_column("bit-equal to\nthe first", no_wrap=True)
+    built.add_column("updates\nlost", justify="right")
+    pairs = {pair["b"]: pair for pair in report["pairs"] if pair["a"] == variants[0]["name"]}
+    for variant in variants:
+        cells = [_engine(variant), variant["precision"], _loss(variant["first_loss"]), _loss(variant["last_loss"])]
+        if has_held_out:
+            held_out = variant["held_out"]
+            cells.append(f"{_loss(held_out['before'])} → {_loss(held_out['after'])}" if held_out else "-")
+        pair = pairs.get(variant["name"])
+        built.add_row(*cells, _equality(pair) if pair else "(itself)", share(variant["lost_update_share"]))
+    return built
+
+
+def share(value: float | None) -> str:
+    """A share for people: no share above 0 is shown as 0 %, none below 1 as 100 %."""
+    if value is None:
+        return "-"
+    if 0 < value < 0.001:
+        return "< 0.1 %"
+    if 0.999 < value < 1:
+        return "> 99.9 %"
+    return f"{value:.1%}".replace("%", " %")
+
+
+def _engine(variant: dict[str, Any]) -> str:
+    return " ".join([variant["engine"], *variant["overrides"]])
+
+
+def _equality(pair: dict[str, Any]) -> str:
+    first = pair["first_difference"]
+    if pair["bit_equal"]:
+        return "yes"
+    if first is None:
+        return "not known"
+    quantity = {"loss": "loss", "grad_norm": "norm", "weights": "weights"}[first["quantity"]]
+    return f"no: step {first['step']}, {quantity}"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
