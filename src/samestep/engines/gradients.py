@@ -51,9 +51,11 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def scale_(gradients: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiplies the gradients in place, in their own dtype."""
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(list(gradients), factor)
+    """Multiplies the gradients in place, with one rounding to their own dtype."""
+    if factor == 1.0:
+        return
+    for gradient in gradients:
+        gradient.mul_(factor)  # _foreach_mul_ would round the factor itself to bf16
 
 
 def _share(gradients: Sequence[torch.Tensor], replica: Replica) -> list[torch.Tensor]:
