@@ -43,38 +43,43 @@ def _check_variant(text: str) -> None:
     precision_name(precision)
 
 
+EnginesOption = Annotated[
+    str | None, typer.Option(metavar="A,B", callback=_engine_names, help="Engines to run, e.g. fsdp,zero3.")
+]
+PrecisionsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="X,Y",
+        callback=_precision_names,
+        help="Regimes to run every engine under, e.g. mixed,low; by default the recipe's own.",
+    ),
+]
+VariantsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A+X,B+Y",
+        callback=_variant_names,
+        help="Instead of --engines and --precisions: just these, e.g. fsdp+mixed,zero3+mixed,fsdp+low.",
+    ),
+]
+KeepMastersOption = Annotated[
+    bool,
+    typer.Option("--keep-masters", help="Keep each run's masters.safetensors, as large as the model, once compared."),
+]
+NoPictureOption = Annotated[bool, typer.Option("--no-picture", help="Draw no compare.png; needs no matplotlib.")]
+
+
 def compare(
     recipe: RecipeArgument,
-    engines: Annotated[
-        str | None, typer.Option(metavar="A,B", callback=_engine_names, help="Engines to run, e.g. fsdp,zero3.")
-    ] = None,
-    precisions: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X,Y",
-            callback=_precision_names,
-            help="Regimes to run every engine under, e.g. mixed,low; by default the recipe's own.",
-        ),
-    ] = None,
-    variants: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A+X,B+Y",
-            callback=_variant_names,
-            help="Instead of --engines and --precisions: just these, e.g. fsdp+mixed,zero3+mixed,fsdp+low.",
-        ),
-    ] = None,
+    engines: EnginesOption = None,
+    precisions: PrecisionsOption = None,
+    variants: VariantsOption = None,
     overrides: SetOption = None,
     ranks: RanksOption = None,
     out: OutOption = None,
     overwrite: OverwriteOption = False,
-    keep_masters: Annotated[
-        bool,
-        typer.Option(
-            "--keep-masters", help="Keep each run's masters.safetensors, as large as the model, once compared."
-        ),
-    ] = False,
-    no_picture: Annotated[bool, typer.Option("--no-picture", help="Draw no compare.png; needs no matplotlib.")] = False,
+    keep_masters: KeepMastersOption = False,
+    no_picture: NoPictureOption = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:

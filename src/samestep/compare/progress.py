@@ -47,8 +47,13 @@ class VariantProgress:
     def look(self) -> None:
         """Shows what the run has done since the last look."""
         self._total = self._total or _planned_steps(self._run / "recipe.yaml")
-        self._step += self._new_steps()
-        if not self._bar or not self._total:
+        before, self._step = self._step, self._step + self._new_steps()
+        if not self._total:
+            return
+        if not self._bar:
+            # A line for every quarter; the last one is left to `done`.
+            if 4 * before // self._total < 4 * self._step // self._total < 4:
+                self._say(f"{self._title}  step {self._step} of {self._total}")
             return
         state = f"step {self._step} of {self._total}"
         if self._step == self._total:

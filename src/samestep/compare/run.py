@@ -74,7 +74,11 @@ def compare_variants(
     if picture:
         pictures.require_matplotlib()
     _prepare(out, overwrite=overwrite)
-    outcomes = _run_all(variants, checked, out)
+    try:
+        outcomes = _run_all(variants, checked, out)
+    except KeyboardInterrupt:
+        _say(Console(stderr=True), f"interrupted; what was done is in {out}")
+        raise
     report = _report(recipe.name, outcomes, checked)
     folder.write_json(out / _REPORT, report)
     if not keep_masters:
@@ -89,7 +93,7 @@ def compare_variants(
 
 def _run_all(variants: Sequence[Variant], checked: Sequence[Recipe], out: Path) -> list[Outcome]:
     console = Console(stderr=True)
-    outcomes = []
+    outcomes: list[Outcome] = []
     with interrupted_by_sigterm():
         for number, (each, recipe) in enumerate(zip(variants, checked, strict=True), start=1):
             run = out / each.name
@@ -144,9 +148,12 @@ def _report(name: str, outcomes: Sequence[Outcome], checked: Sequence[Recipe]) -
 def _show(report: dict[str, Any], out: Path, *, with_picture: bool) -> None:
     console = Console()
     console.print(table(report))
-    console.print(report["verdict"], highlight=False, markup=False, soft_wrap=True)
-    left = f"{out / _REPORT}, {out / _PICTURE}" if with_picture else f"{out / _REPORT}"
-    console.print(left, highlight=False, markup=False, soft_wrap=True)
+    _say(console, report["verdict"])
+    _say(console, f"{out / _REPORT}, {out / _PICTURE}" if with_picture else f"{out / _REPORT}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_process() -> None:

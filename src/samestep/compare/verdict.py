@@ -148,7 +148,7 @@ def where(pair: Pair) -> str:
     if first.quantity == "weights":
         return f"in the weights after {_count(first.step)} alone"
     quantity = {"loss": "loss", "grad_norm": "gradient norm"}[first.quantity]
-    return f"from step {first.step} on, first in the {quantity}"
+    return f"from step {first.step} on (first in the {quantity})"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -1,0 +1,90 @@
+"""The process of a variant: how it fails, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from samestep.compare import child
+from samestep.errors import OutputError, SamestepError
+from samestep.recipe import Recipe, load, parse
+
+GOOD = "name: story\nmodel: {path: ./m}\ndata: {path: d.jsonl}\nengine: {ranks: 2}\ntrain: {steps: 2}\n"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return parse(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("raise SystemExit(3)", r"died \(exit code 3\) without a message. See .*x.log"),
+        ("import os; os.kill(os.getpid(), 9)", r"died \(signal 9\) without a message"),
+    ],
+)
+def test_a_process_that_dies_without_a_word(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with child.Child(recipe, tmp_path / "x", tmp_path / "x.log") as started:
+        assert started.ended(60)
+        failure = started.failure()
+    assert failure is not None
+    assert failure.exit_code == 1
+    with pytest.raises(SamestepError, match=message):
+        raise failure
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find what a process started")
+def test_leaving_early_ends_the_process_and_what_it_started(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    # Deaf to SIGTERM, with a child in a session of its own, as ranks are.
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"rank = subprocess.Popen([{sys.executable!r}, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(rank.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(child, "_GRACE_SECONDS", 0.5)
+    log = tmp_path / "x.log"
+    with child.Child(recipe, tmp_path / "x", log) as started:
+        while not log.read_text().endswith("\n"):
+            assert not started.ended(0.05)
+    assert started.ended(0)
+    state = Path(f"/proc/{log.read_text().strip()}/stat")
+    # Gone, or a zombie that whoever adopted it has not reaped yet.
+    assert not state.exists() or state.read_text().rsplit(") ", 1)[1].startswith("Z")
+
+
+def test_sigterm_is_an_interrupt() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), child.interrupted_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_log_that_cannot_be_written(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be written"):
+        child.Child(recipe, tmp_path / "x", tmp_path / "no" / "x.log")
+
+
+def test_recipes_survive_the_way_to_the_process(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD)
+    recipe = load(tmp_path / "r.yaml", ["engine.offload={optimizer: cpu}", "engine.name=zero3", "data.held_out=0.25"])
+    assert Recipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json")))) == recipe
