@@ -16,7 +16,9 @@ _COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#
 _DASHES = ((0, (4, 3)), (0, (1, 2)), (0, (7, 2, 1, 2)), (0, (2, 1)))
 # Line widths in points; a dense curve drawn as wide as a sparse one would be a smear.
 _WIDEST, _WIDEST_DENSE, _DENSE_STEPS = 6.5, 4.5, 60
-_MIDDLE, _THINNEST = 1.8, 1.0
+_MIDDLE, _THINNEST = 1.8, 1.4
+# What fits below the curves, in letters; a line sample and its gaps take the room of some.
+_LEGEND_LETTERS, _SAMPLE_LETTERS = 140, 13
 
 
 def require_matplotlib() -> None:
@@ -50,9 +52,8 @@ def draw(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=14)
     labels = [_label(outcomes, group, position) for group in groups for position in range(len(group))]
     lines = losses.get_lines()
-    figure.legend(
-        lines, labels, loc="outside lower center", ncols=min(4, len(lines)), frameon=False, handlelength=5, fontsize=11
-    )
+    columns = max(1, min(len(lines), _LEGEND_LETTERS // (max(map(len, labels)) + _SAMPLE_LETTERS)))
+    figure.legend(lines, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=5, fontsize=11)
     partial = path.with_name(f".{path.name}.partial")
     try:
         figure.savefig(partial, format="png")
