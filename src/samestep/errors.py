@@ -22,7 +22,8 @@ class SamestepError(Exception):
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
-        remedy = f" {self.remedy}" if self.remedy else ""
+        stop = "" if self.what.endswith((".", "!", "?")) else "."
+        remedy = f"{stop} {self.remedy}" if self.remedy else ""
         return f"{place}{self.what}{remedy}"
 
 

@@ -25,6 +25,16 @@ _OURS = (
     "export",
     "tensorboard",
 )
+_PROBE = ".probe"
+
+
+def _partial(name: str) -> str:
+    """Where a file or folder is written before it takes its place."""
+    return f".{name}.partial"
+
+
+# What a run that was killed while it wrote may leave.
+_LEFTOVERS = (_PROBE, *map(_partial, _OURS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +70,17 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = [name for name in _OURS if (folder / name).exists()]
-        others = [entry.name for entry in folder.iterdir() if entry.name not in _OURS]
+        others = [entry.name for entry in folder.iterdir() if entry.name not in (*_OURS, *_LEFTOVERS)]
+        found += [name for name in _LEFTOVERS if (folder / name).exists()]
     except OSError as error:
         raise _cannot_write(folder, error) from error
     if (found or others) and not overwrite:
         raise OutputError(
-            "the folder is not empty", where=str(folder), remedy="Choose another with --out, or give --overwrite."
+            "the folder is not empty.", where=str(folder), remedy="Choose another with --out, or give --overwrite."
         )
     if others:
         raise OutputError(
-            f"the folder holds {others[0]}, which is not of a run",
+            f"the folder holds {others[0]}, which is not of a run.",
             where=str(folder),
             remedy="Choose another with --out; --overwrite replaces runs only.",
         )
@@ -77,7 +88,7 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         for name in found:
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        probe = folder / ".probe"
+        probe = folder / _PROBE
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -86,7 +97,7 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file completely or not at all. Raises OutputError."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(_partial(path.name))
     try:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text)
@@ -105,7 +116,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Has `fill` write into a temporary folder that then takes the place `path`. Raises OutputError."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(_partial(path.name))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -151,5 +162,5 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _cannot_write(path: Path, error: OSError) -> SamestepError:
     return OutputError(
-        f"cannot be written: {error.strerror or error}", where=str(path), remedy="Choose another place with --out."
+        f"cannot be written: {error.strerror or error}.", where=str(path), remedy="Choose another place with --out."
     )
