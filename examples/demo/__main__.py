@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from demo.assets import build
 from rich.console import Console
+
+from demo.assets import build
 from samestep.compare.run import compare_variants
 from samestep.compare.variants import Variant
 from samestep.errors import SamestepError
