@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+# Libraries that import DeepSpeed otherwise have it guess, and say so on stdout.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 if TYPE_CHECKING:
     from tests.distributed.ranks import RankPools

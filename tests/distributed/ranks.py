@@ -1,8 +1,8 @@
 """Real ranks for tests: processes that join one gloo group once and then run one job after another.
 
 A job is an importable function; every rank calls it with the same keyword arguments, and the results come back in
-the order of ranks. Starting a rank costs seconds of imports, so a session keeps its ranks. A job that fails or hangs takes
-its ranks with it, since nobody knows what state they are in; the next job gets fresh ones.
+the order of ranks. Starting a rank costs seconds of imports, so a session keeps its ranks. A job that fails or hangs
+takes its ranks with it, since nobody knows what state they are in; the next job gets fresh ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -196,7 +195,7 @@ def _prepare(rank: int, size: int, folder: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's to handle
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    faulthandler.register(signal.SIGUSR1, file=2)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
