@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
 Every error says what is wrong, where, and what to do. The command line prints `str(error)` and exits
-with `exit_code`: 2 when the request is wrong, 1 when a job ran and its verdict is bad.
+with `exit_code`: 2 when the request is wrong, 1 when a job ran and its verdict is bad, 130 when it was interrupted.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ class RunError(SamestepError):
     """A run that started and could not go on (a dead rank, a non-finite loss)."""
 
     exit_code = 1
+
+
+class Interrupted(SamestepError):
+    """A run that was asked to end (Ctrl-C, SIGTERM)."""
+
+    exit_code = 130
 
 
 class VerificationError(SamestepError):

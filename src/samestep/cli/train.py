@@ -40,6 +40,7 @@ def train(
     """Train a model as RECIPE says.
 
     Starts the recipe's ranks itself, or is one of them when torchrun started it. Results go to runs/NAME, or --out.
+    Ctrl-C or SIGTERM ends the run after its step, exports what was trained, and the exit code is 130.
     """
     checked = load_recipe(recipe, overrides, engine, precision, ranks)
     folder = output_folder(out, checked.name)
@@ -49,3 +50,5 @@ def train(
     # Under torchrun only the main rank has a summary.
     if json_output and summary is not None:
         print_json(summary)
+    if summary is not None and summary["status"] == "interrupted":
+        raise typer.Exit(130)

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from samestep import world
-from samestep.errors import OutputError, RunError, SamestepError
+from samestep.errors import Interrupted, OutputError, RunError, SamestepError
 from samestep.recipe.schema import Recipe
 from samestep.training import folder
+
+# SIGTERM, by which the launcher ends the ranks that are left.
+_ENDED_BY_US = (-15, 143)
 
 
 def train(
@@ -75,6 +78,8 @@ def _launch(request: Any, port: int | None) -> None:
             run_id="samestep",
             max_restarts=0,
             monitor_interval=0.1,
+            # A rank that was asked to end first ends its step and writes what was trained.
+            shutdown_timeout=request.recipe.engine.timeout_seconds,
         )
         os.environ.setdefault("OMP_NUM_THREADS", str(request.recipe.engine.threads))
         try:
@@ -84,23 +89,35 @@ def _launch(request: Any, port: int | None) -> None:
         except SignalException as error:
             if (request.out / "summary.json").exists():
                 return
-            raise RunError("the run was interrupted before its first step was done", where=str(request.out)) from error
+            raise Interrupted(
+                "the run was interrupted before its first step was done", where=str(request.out)
+            ) from error
 
 
 def _reported(scratch: Path, error: Any) -> SamestepError:
-    """The first message that a rank left, or what the launcher saw of a rank that left none."""
-    reports = sorted(scratch.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns)
-    if reports:
-        report = json.loads(reports[0].read_text(encoding="utf-8"))
-        reported = SamestepError(report["message"])
-        reported.exit_code = report["exit_code"]
+    """The message of the rank that failed first, or what the launcher saw of it when it left none."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in scratch.glob("error-*.json")]
+    # A message meant for people comes first: when a rank dies without a word, the others report a broken connection.
+    first = min(reports, key=lambda report: (report["unexpected"], report["seconds"]), default=None)
+    dead = None if first and not first["unexpected"] else _first_dead(scratch, error, first)
+    if dead is None and first is not None:
+        reported = SamestepError(first["message"])
+        reported.exit_code = first["exit_code"]
         return reported
-    rank, failure = error.get_first_failure()
+    rank, failure = dead or error.get_first_failure()
     how = f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     return RunError(
         f"rank {rank} died ({how}) without a message; the other ranks were ended",
         remedy="Look for a lack of memory, or run the recipe with engine.ranks: 1.",
     )
+
+
+def _first_dead(scratch: Path, error: Any, report: dict[str, Any] | None) -> tuple[int, Any] | None:
+    """Rank and failure of a rank that left no report and did not outlive `report`; those that did, we ended."""
+    silent = [item for item in error.failures.items() if not (scratch / f"error-{item[0]}.json").exists()]
+    limit = report["seconds"] + 1 if report else float("inf")
+    silent = [(rank, f) for rank, f in silent if f.exitcode not in _ENDED_BY_US and f.timestamp <= limit]
+    return min(silent, key=lambda item: item[1].timestamp, default=None)
 
 
 def _require_free(port: int) -> None:

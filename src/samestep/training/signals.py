@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+
+# One request may come twice: to a whole job by its scheduler, and once more from the launcher, which passes it on.
+_SAME_REQUEST_SECONDS = 2.0
 
 
 @contextmanager
 def stop_requests() -> Generator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a question that can be asked between steps. A second one ends at once."""
+    """Turns SIGINT and SIGTERM into a question that can be asked between steps. A later one ends at once."""
     asked = threading.Event()
+    first = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set
         return
 
     def handle(_number: int, _frame: object) -> None:
-        if asked.is_set():
+        nonlocal first
+        now = time.monotonic()
+        if not asked.is_set():
+            first = now
+            asked.set()
+        elif now - first > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
-        asked.set()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

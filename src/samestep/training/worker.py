@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 
-from samestep import world
 from samestep.errors import SamestepError
-from samestep.recipe.schema import Recipe
 
 
 def main(order: Path) -> int:
     """Runs the rank; a failure is left beside the request as one message for the launcher."""
+    # Nothing is worth saving while libraries are imported, and an interrupt there would print its traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     warnings.filterwarnings("ignore")
+    from samestep import world
+
     content = json.loads(order.read_text(encoding="utf-8"))
     try:
+        from samestep.recipe.schema import Recipe
         from samestep.training.rank import Request, run
 
         recipe = Recipe.model_validate(content["recipe"])
         run(Request(recipe=recipe, out=Path(content["out"]), keep_masters=content["keep_masters"]))
     except SamestepError as error:
-        return _fail(order, str(error), error.exit_code)
+        return _fail(order, str(error), error.exit_code, unexpected=False)
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -31,15 +39,25 @@ def main(order: Path) -> int:
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(last.filename).name}:{last.lineno}"
         first_line = (str(error).strip().splitlines() or ["no message"])[0]
-        return _fail(order, f"unexpected {type(error).__name__} at {place}: {first_line}", 1)
+        return _fail(order, f"unexpected {type(error).__name__} at {place}: {first_line}", 1, unexpected=True)
     finally:
         world.stop()
     return 0
 
 
-def _fail(order: Path, message: str, exit_code: int) -> int:
+def _end_with(launcher: int) -> None:
+    """Asks this process to end once its launcher is gone, however that died."""
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _fail(order: Path, message: str, exit_code: int, *, unexpected: bool) -> int:
+    from samestep import world
+
     report = order.with_name(f"error-{world.launched_rank()}.json")
-    report.write_text(json.dumps({"message": message, "exit_code": exit_code}), encoding="utf-8")
+    content = {"message": message, "exit_code": exit_code, "unexpected": unexpected, "seconds": time.time()}
+    report.write_text(json.dumps(content), encoding="utf-8")
     return exit_code
 
 
