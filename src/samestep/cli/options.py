@@ -90,7 +90,11 @@ EngineOption = Annotated[
 ]
 PrecisionOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", callback=precision_name, help="Set precision.regime: full, mixed or low."),
+    typer.Option(
+        metavar="NAME",
+        callback=precision_name,
+        help="Set precision.regime: full, mixed, mixed-stochastic, low, low-stochastic or low-kahan.",
+    ),
 ]
 RanksOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Set engine.ranks.")]
 OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the results go.")]

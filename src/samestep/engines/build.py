@@ -28,7 +28,7 @@ def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
     units = models.unit_modules(model, recipe.engine.unit_classes)
     if recipe.train.activation_checkpointing:
         models.checkpoint_activations(units)
-    optimizer = optim.factory(recipe.train.optimizer)
+    optimizer = optim.factory(recipe.train.optimizer, rounding=plan.update, seed=recipe.train.seed)
     if recipe.engine.name.startswith("zero"):
         from samestep.engines.deepspeed import DeepSpeedEngine
 
@@ -38,6 +38,7 @@ def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
             recipe=recipe.engine,
             micro_batch=recipe.train.micro_batch,
             optimizer=optimizer,
+            seed=recipe.train.seed,
             world=world,
         )
     from samestep.engines.torch_native import TorchEngine
@@ -50,6 +51,7 @@ def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
         units=units,
         ignored={parameter for name, parameter in model.named_parameters() if name in names},
         optimizer=optimizer,
+        seed=recipe.train.seed,
         world=world,
     )
 
@@ -95,6 +97,12 @@ def _refuse(recipe: Recipe, plan: Plan, world: World) -> None:
             f"this device ({world.device.type}) cannot multiply in float16",
             where="precision.low_dtype",
             remedy="Use bfloat16.",
+        )
+    if plan.cast == "stochastic" and recipe.engine.offload == "cpu" and world.device.type != "cpu":
+        raise EngineError(
+            f"{engine} cannot round offloaded masters stochastically on their way to the device",
+            where="engine.offload",
+            remedy="Use offload: none, or precision.regime: mixed.",
         )
     if engine.startswith("zero"):
         _refuse_zero(recipe, plan)

@@ -8,6 +8,7 @@ attributes of DeepSpeed that this needs are read in this file alone.
 from __future__ import annotations
 
 import logging
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from torch import nn
 from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer
 from samestep.errors import EngineError, RunError
-from samestep.optim import OptimizerFactory, set_lr
+from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, set_lr
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Engine as EngineRecipe
 from samestep.recipe.schema import OffloadParts
+from samestep.rounding import stochastic_to_bfloat16, stream
 from samestep.world import World
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -51,6 +53,7 @@ class DeepSpeedEngine:
         recipe: EngineRecipe,
         micro_batch: int,
         optimizer: OptimizerFactory,
+        seed: int,
         world: World,
     ) -> None:
         deepspeed = import_deepspeed(world.device)
@@ -59,6 +62,7 @@ class DeepSpeedEngine:
         self.replica = Replica(index=0, count=1)
         self._world = world
         self._plan = plan
+        self._restore: Callable[[], None] = lambda: None
         self._every_step = recipe.reduce_every == "step"
         originals = _cast_parameters(model, plan)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,6 +81,15 @@ class DeepSpeedEngine:
             if shard.name in originals:
                 whole = originals[shard.name].reshape(-1)
                 shard.values.copy_(whole[shard.start : shard.start + shard.values.numel()])
+        inner = self._zero.optimizer
+        if isinstance(inner, LowPrecisionAdamW):
+            for group in {s.group for s in self._slices}:
+                inner.describe(self._partition(group), [_piece(s) for s in self._slices if s.group == group])
+        # Counts updates of the weights: what they are rounded with must not repeat.
+        self._version = 0
+        self._seed = seed
+        if plan.cast == "stochastic":
+            self._round_stochastically()
         self._accumulated: list[torch.Tensor] | None = None
         self._backend = _Backend(deepspeed, self._reducer)
 
@@ -138,9 +151,54 @@ class DeepSpeedEngine:
 
     def apply(self, lr: float) -> None:
         set_lr(self._zero.optimizer, lr)
+        self._version += 1
         self._engine.step()
         if self._zero.overflow:
             raise RunError("DeepSpeed skipped a step whose gradient is finite", remedy="Report this as a bug.")
+
+    def _round_stochastically(self) -> None:
+        """Has DeepSpeed round its masters stochastically, instead of to nearest, before it gathers them."""
+        zero = self._zero
+        if self.stage == 3:
+            reassign = zero._reassign_or_swap_out_partitioned_parameters
+
+            def rounded_reassign(group: int) -> None:
+                reassign(group)
+                self._round_group(group, zero.fp16_partitioned_groups_flat[group])
+
+            zero._reassign_or_swap_out_partitioned_parameters = rounded_reassign
+            for group in range(len(zero.fp16_groups)):
+                rounded_reassign(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+            return
+        module: Any = sys.modules[type(zero).__module__]
+        gather = module.all_gather_dp_groups
+        rank = self._world.rank
+
+        def rounded_gather(*, partitioned_param_groups: list[list[torch.Tensor]], **others: Any) -> None:
+            # Another engine of this process may gather through the same name.
+            if partitioned_param_groups is self._low_partitions():
+                for group, partitions in enumerate(partitioned_param_groups):
+                    self._round_group(group, partitions[rank])
+            gather(partitioned_param_groups=partitioned_param_groups, **others)
+
+        module.all_gather_dp_groups = rounded_gather
+        self._restore = lambda: setattr(module, "all_gather_dp_groups", gather)
+        zero.update_lp_params()
+
+    def _low_partitions(self) -> list[list[torch.Tensor]]:
+        if self._is_bf16_optimizer:
+            return self._zero.bf16_partitioned_groups
+        return self._zero.parallel_partitioned_bit16_groups
+
+    def _round_group(self, group: int, low: torch.Tensor) -> None:
+        """Rounds this rank's masters of a group into its bf16 partition."""
+        master = self._partition(group).detach()
+        for s in self._slices:
+            if s.group == group:
+                random = stream(self._seed, self._version, s.name, "cast")
+                stochastic_to_bfloat16(master[_range(s)], random, start=s.start, out=low[_range(s)])
 
     def discard(self) -> None:
         # DeepSpeed drops a gradient by finding it non-finite; make sure it does, also when only the loss was.
@@ -150,6 +208,7 @@ class DeepSpeedEngine:
         self._accumulated = None
 
     def close(self) -> None:
+        self._restore()
         self._engine.destroy()
 
     def _partition(self, group: int) -> torch.Tensor:
@@ -206,6 +265,10 @@ class DeepSpeedEngine:
 
 def _slice(name: str, shape: Sequence[int], start: int, group: int, offset: int, numel: int) -> _Slice:
     return _Slice(name=name, shape=tuple(shape), start=start, group=group, offset=offset, numel=numel)
+
+
+def _piece(s: _Slice) -> Piece:
+    return Piece(name=s.name, start=s.start, offset=s.offset, numel=s.numel)
 
 
 def _range(s: _Slice) -> slice:

@@ -23,9 +23,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # the type that set_custom_reduce_scatter takes
 from torch.distributed.tensor import DTensor
 
+from samestep.engines import stochastic_gather
 from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer, TreeAccumulator
-from samestep.optim import OptimizerFactory, set_lr
+from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, set_lr
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Engine as EngineRecipe
 from samestep.world import World
@@ -65,6 +66,7 @@ class TorchEngine:
         units: Sequence[nn.Module],
         ignored: set[nn.Parameter],
         optimizer: OptimizerFactory,
+        seed: int,
         world: World,
     ) -> None:
         self.model = model
@@ -78,17 +80,35 @@ class TorchEngine:
         mesh, self.replica = _mesh(recipe, world)
         _shard(model, plan=plan, recipe=recipe, units=units, ignored=ignored, mesh=mesh, reducer=self._reducer)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Counts updates of the weights: what they are rounded with must not repeat.
+        self._version = 0
+        if plan.cast == "stochastic":
+            self._round_stochastically(seed)
         # The optimizer works on plain local tensors: the same code, and the same bits, as on every other engine.
         # Lazy initialisation may move a shard's storage once, so do it now.
         _initialise(model)
         self._locals = {name: _local(p).detach().requires_grad_() for name, p in self._parameters.items()}
         self._optimizer = optimizer(self._locals)
+        if isinstance(self._optimizer, LowPrecisionAdamW):
+            for shard in self.masters():
+                piece = Piece(name=shard.name, start=shard.start, offset=0, numel=shard.values.numel())
+                self._optimizer.describe(self._locals[shard.name], [piece])
         self._ranks = TreeAccumulator()
         self._accumulated: list[torch.Tensor] | None = None
 
     @property
     def reduced_dtypes(self) -> set[torch.dtype]:
         return self._reducer.dtypes
+
+    def _round_stochastically(self, seed: int) -> None:
+        """Has FSDP round its fp32 shards stochastically, instead of to nearest, when it gathers them."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for module in _sharded(self.model):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for managed in group.fsdp_params:
+                    name = names.get(id(managed.sharded_param))
+                    if name is not None:
+                        stochastic_gather.install(managed, name=name, seed=seed, version=lambda: self._version)
 
     def turns(self, micro_steps: int) -> Sequence[Turn]:
         if not self._emulates:
@@ -148,6 +168,7 @@ class TorchEngine:
             local.grad = gradient.view_as(local)
         set_lr(self._optimizer, lr)
         self._optimizer.step()
+        self._version += 1
         self.discard()
 
     def discard(self) -> None:

@@ -49,9 +49,25 @@ class Watched:
     values: torch.Tensor
     before: torch.Tensor
     wanted: torch.Tensor
+    compensation: torch.Tensor | None
+    compensation_before: torch.Tensor | None
+
+    def moved(self) -> torch.Tensor:
+        """Where the step changed the weight, or the rounding error that is carried along with it."""
+        moved = self.values != self.before
+        if self.compensation is not None:
+            moved |= self.compensation != self.compensation_before
+        return moved
 
 
-def watch(values: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor], *, decayed: bool) -> Watched:
+def watch(
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    *,
+    decayed: bool,
+    compensation: torch.Tensor | None = None,
+) -> Watched:
     """Remembers sampled weights before a step. All arguments are samples of one shard [n].
 
     An update is wanted where the gradient, a moment or, with weight decay, the weight itself is not zero.
@@ -61,14 +77,20 @@ def watch(values: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.
         wanted |= moment != 0
     if decayed:
         wanted |= values != 0
-    return Watched(values=values, before=values.clone(), wanted=wanted)
+    return Watched(
+        values=values,
+        before=values.clone(),
+        wanted=wanted,
+        compensation=compensation,
+        compensation_before=None if compensation is None else compensation.clone(),
+    )
 
 
 def count(watched: Sequence[Watched], compute: torch.dtype) -> Counts:
     """Compares the watched weights with what they were. `compute` is the dtype of the forward pass's copy."""
     wanted = lost = unseen = 0
     for shard in watched:
-        moved = shard.values != shard.before
+        moved = shard.moved()
         wanted += int(shard.wanted.sum())
         lost += int((shard.wanted & ~moved).sum())
         if shard.values.dtype.itemsize > compute.itemsize:

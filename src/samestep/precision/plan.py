@@ -1,10 +1,13 @@
 """The precision plan: a regime resolved for one model, with one explicit dtype for every role.
 
-| regime | master | compute | gradient | reduce | moments |
-|---|---|---|---|---|---|
-| full   | fp32 | fp32 | fp32 | fp32 | fp32 |
-| mixed  | fp32 | low  | fp32 | fp32 | fp32 |
-| low    | bf16 | bf16 | bf16 | bf16 | bf16 |
+| regime | master | compute | cast to compute | gradient | reduce | moments | update rounding |
+|---|---|---|---|---|---|---|---|
+| full | fp32 | fp32 | - | fp32 | fp32 | fp32 | nearest |
+| mixed | fp32 | bf16 or fp16 | nearest | fp32 | fp32 | fp32 | nearest |
+| mixed-stochastic | fp32 | bf16 | stochastic | fp32 | fp32 | fp32 | nearest |
+| low | bf16 | bf16 | - | bf16 | bf16 | bf16 | nearest |
+| low-stochastic | bf16 | bf16 | - | bf16 | bf16 | bf16 | stochastic |
+| low-kahan | bf16 + bf16 | bf16 | - | bf16 | bf16 | bf16 | compensated |
 """
 
 from __future__ import annotations
@@ -24,12 +27,18 @@ ROLES = ("load", "master", "compute", "gradient", "reduce", "moments", "buffer",
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """The dtypes that a regime's name stands for. Gradients and moments are in the master's dtype."""
+    """What a regime's name stands for. Gradients and moments are in the master's dtype.
+
+    `cast` is how masters are rounded to compute: nearest or stochastic. `update` is how updates of the masters are
+    rounded: nearest, stochastic or compensated.
+    """
 
     name: str
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    cast: str
+    update: str
     reason: str
 
 
@@ -66,6 +75,8 @@ class Plan:
     gradient: torch.dtype
     reduce: torch.dtype
     moments: torch.dtype
+    cast: str
+    update: str
     roles: dict[str, Role]
     parameters: tuple[TensorPlan, ...]
     buffers: tuple[TensorPlan, ...]
@@ -87,13 +98,28 @@ class Plan:
 def regime_of(precision: Precision) -> Regime:
     """What the recipe's regime stands for."""
     low, fp32 = DTYPES[precision.low_dtype], torch.float32
-    master, compute, reduce, what = {
-        "full": (fp32, fp32, fp32, "fp32 everywhere"),
-        "mixed": (fp32, low, fp32, f"fp32 masters, {dtype_name(low)} compute"),
-        "low": (low, low, low, f"{dtype_name(low)} everywhere"),
+    name, _, rounding = precision.regime.partition("-")
+    master = low if name == "low" else fp32
+    compute = fp32 if name == "full" else low
+    what = {
+        "full": "fp32 everywhere",
+        "mixed": f"fp32 masters, {dtype_name(low)} compute",
+        "mixed-stochastic": f"fp32 masters, rounded stochastically to {dtype_name(low)} compute",
+        "low": f"{dtype_name(low)} everywhere",
+        "low-stochastic": f"{dtype_name(low)} everywhere, updates rounded stochastically",
+        "low-kahan": f"{dtype_name(low)} everywhere, rounding errors of updates carried along",
     }[precision.regime]
-    name = precision.regime
-    return Regime(name=name, master=master, compute=compute, reduce=reduce, reason=f"regime {name}: {what}")
+    return Regime(
+        name=precision.regime,
+        master=master,
+        compute=compute,
+        reduce=master,
+        cast="stochastic" if precision.regime == "mixed-stochastic" else "nearest",
+        update={"stochastic": "stochastic", "kahan": "compensated"}.get(rounding, "nearest")
+        if name == "low"
+        else "nearest",
+        reason=f"regime {precision.regime}: {what}",
+    )
 
 
 def resolve(precision: Precision, model: nn.Module, *, casts_frozen: bool = False) -> Plan:
@@ -124,6 +150,8 @@ def resolve(precision: Precision, model: nn.Module, *, casts_frozen: bool = Fals
         gradient=regime.master,
         reduce=regime.reduce,
         moments=regime.master,
+        cast=regime.cast,
+        update=regime.update,
         roles=_roles(precision, regime, parameters, buffers, casts_frozen=casts_frozen),
         parameters=parameters,
         buffers=buffers,

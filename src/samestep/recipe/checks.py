@@ -170,8 +170,17 @@ def _held_out(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _low_float16(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.precision.low_dtype == "float16" and recipe.precision.regime == "low":
-        yield "precision.low_dtype", "float16 needs fp32 masters: use regime: mixed, or bfloat16 with regime: low"
+    regime = recipe.precision.regime
+    if recipe.precision.low_dtype == "float16" and regime.startswith("low"):
+        yield "precision.low_dtype", f"float16 needs fp32 masters: use regime: mixed, or bfloat16 with regime: {regime}"
+    elif recipe.precision.low_dtype == "float16" and regime == "mixed-stochastic":
+        yield "precision.low_dtype", "mixed-stochastic rounds to bfloat16: use bfloat16, or regime: mixed"
+
+
+def _update_rounding(recipe: Recipe) -> Iterator[Finding]:
+    regime = recipe.precision.regime
+    if regime in ("low-stochastic", "low-kahan") and recipe.train.optimizer.name != "adamw":
+        yield "precision.regime", f"{regime} is an AdamW; use train.optimizer.name: adamw"
 
 
 def _loss_scale(recipe: Recipe) -> Iterator[Finding]:
@@ -291,6 +300,7 @@ CHECKS = (
     Check(("data.max_tokens",), _room),
     Check(("data.held_out", "data.rows", "train.evaluate_every"), _held_out),
     Check(("precision.regime", "precision.low_dtype"), _low_float16),
+    Check(("precision.regime", "train.optimizer"), _update_rounding),
     Check(("precision.loss_scale",), _loss_scale),
     Check(("engine.name", "engine.ranks", "engine.shard_ranks"), _shard_ranks),
     Check(("engine.name", *(f"engine.{name}" for name in _ENGINE_SETTINGS)), _engine_settings),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 EngineName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
-RegimeName = Literal["full", "mixed", "low"]
+RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan"]
 LowDtype = Literal["bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -124,9 +124,11 @@ class Precision(Section):
     """Which dtype each role has."""
 
     regime: RegimeName = "mixed"
-    """full: fp32 everywhere. mixed: fp32 masters, low-precision compute. low: low precision everywhere."""
+    """full: fp32 everywhere. mixed: fp32 masters, low-precision compute. low: low precision everywhere.
+    mixed-stochastic: mixed, but masters are rounded to compute stochastically, so that no update goes unseen.
+    low-stochastic, low-kahan: low, but updates are rounded stochastically, or their rounding errors carried along."""
     low_dtype: LowDtype = "bfloat16"
-    """The low-precision dtype of `mixed` (bfloat16 or float16) and `low` (bfloat16)."""
+    """The low-precision dtype: bfloat16, or for `mixed` float16."""
     max_lost_update_share: Annotated[float, Field(ge=0, le=1)] | None = 0.5
     """Refuse to start when the forecast share of lost updates is above this; null turns the guard off."""
     measure_every: PositiveInt = 10
@@ -135,6 +137,9 @@ class Precision(Section):
     """Loss scaling for float16."""
     export_dtype: Literal["loaded", "float32", "bfloat16", "float16"] = "loaded"
     """Dtype of the exported weights; `loaded` is the dtype that the model was loaded in."""
+    export_rounding: Literal["nearest", "stochastic"] | None = None
+    """How fp32 masters are rounded to a bfloat16 export; null means stochastic for the stochastic regimes, otherwise
+    nearest. The resolved recipe names it."""
 
 
 class OffloadParts(Section):

@@ -33,5 +33,6 @@ def refuse_lost_updates(masters: Sequence[Shard], *, peak_lr: float, limit: floa
             f"at the highest learning rate, {peak_lr:g}, {share:.0%} of the updates would be lost: "
             f"{dtype_name(masters[0].values.dtype)} weights cannot move by so little (the limit is {limit:.0%})",
             where="precision.regime",
-            remedy="Use precision.regime: mixed, or precision.max_lost_update_share: null to run all the same.",
+            remedy="Use precision.regime: mixed, mixed-stochastic, low-stochastic or low-kahan, "
+            "or set precision.max_lost_update_share: null to run all the same.",
         )

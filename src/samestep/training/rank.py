@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from samestep import models, world
-from samestep.checkpoint.export import gather_weights, write_export
+from samestep.checkpoint.export import cast_for_export, gather_weights, write_export
 from samestep.data import GlobalStep, prepare
 from samestep.engines import build
 from samestep.errors import RunError, VerificationError
@@ -21,6 +21,7 @@ from samestep.optim import lr_at
 from samestep.precision.facts import Facts, Violation, violations
 from samestep.recipe import resolved_text
 from samestep.recipe.schema import Recipe
+from samestep.rounding import Stream, stream
 from samestep.training import folder, machine, report, setup
 from samestep.training.display import Display
 from samestep.training.guard import refuse_lost_updates
@@ -71,7 +72,7 @@ class _Run:
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
         self.engine = build.build(self.recipe, model, self.plan, here)
-        self.stepper = Stepper(self.engine, self.recipe, here, compute=self.plan.compute)
+        self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
         self.display = Display(steps=self.total_steps, every=recipe.log.every, quiet=not here.is_main)
         trackers = recipe.log.trackers if here.is_main else []
         self.trackers = open_trackers(trackers, self.out, recipe.name)
@@ -141,8 +142,8 @@ class _Run:
             )
 
     def _guard(self) -> None:
-        if self.recipe.train.optimizer.name != "adamw":
-            return  # the size of an SGD update is not known beforehand
+        if self.recipe.train.optimizer.name != "adamw" or self.plan.update != "nearest":
+            return  # the size of an SGD update is not known beforehand; other roundings lose nothing
         refuse_lost_updates(
             self.engine.masters(),
             peak_lr=max(self._lr(step) for step in range(1, self.total_steps + 1)),
@@ -232,14 +233,15 @@ class _Run:
         model = None
         if self.world.is_main and self.recipe.train.export:
             model = models.load_model(self.recipe.model, seed=self.recipe.train.seed)
+            cast_for_export(model, self.recipe.precision.export_dtype)
         into = {name: p.data for name, p in model.named_parameters()} if model is not None else {}
         masters = self.out / "masters.safetensors" if self.keep_masters else None
-        digest = gather_weights(self.engine, self.world, into=into, masters=masters)
+        random = self._export_stream if self.recipe.precision.export_rounding == "stochastic" else None
+        digest = gather_weights(self.engine, self.world, into=into, random=random, masters=masters)
         if not self.world.is_main:
             return None
         if model is not None:
-            export = partial(write_export, model, self.tokenizer, dtype=self.recipe.precision.export_dtype)
-            folder.write_folder(self.out / "export", export)
+            folder.write_folder(self.out / "export", partial(write_export, model, self.tokenizer))
         summary = report.summary(
             self.recipe,
             status=status,
@@ -255,6 +257,9 @@ class _Run:
         done = "done" if status == "completed" else "stopped as asked"
         self.display.say(f"{done} after {summary['steps']} steps: {self.out}")
         return summary
+
+    def _export_stream(self, name: str) -> Stream:
+        return stream(self.recipe.train.seed, self.last.step if self.last else 0, name, "export")
 
     def close(self) -> None:
         self.display.close()

@@ -72,8 +72,13 @@ def resolved(recipe: Recipe, model: torch.nn.Module, steps: int) -> Recipe:
     changes: dict[str, Any] = {"unit_classes": units or None}
     if engine.name == "hsdp" and engine.shard_ranks is None:
         changes["shard_ranks"] = max(1, engine.ranks // 2)
+    precision = recipe.precision
+    if precision.export_rounding is None:
+        rounding = "stochastic" if precision.regime.endswith("stochastic") else "nearest"
+        precision = precision.model_copy(update={"export_rounding": rounding})
     return recipe.model_copy(
         update={
+            "precision": precision,
             "engine": engine.model_copy(update=changes),
             "train": recipe.train.model_copy(update={"steps": steps, "epochs": None}),
         }

@@ -16,6 +16,7 @@ from samestep.engines.protocol import Engine
 from samestep.optim import is_decayed
 from samestep.precision import lost_updates
 from samestep.precision.facts import ComputeObserver, Facts, observe
+from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
 from samestep.training.loss_scale import DynamicScale
 from samestep.world import World, gather_numbers
@@ -41,12 +42,12 @@ class StepOutcome:
 class Stepper:
     """Takes optimizer steps with one engine. Holds the loss scale, nothing else that changes."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, world: World, *, compute: torch.dtype) -> None:
+    def __init__(self, engine: Engine, recipe: Recipe, world: World, plan: Plan) -> None:
         self.engine = engine
-        self.scale = DynamicScale(recipe.precision.loss_scale) if compute == torch.float16 else None
+        self.scale = DynamicScale(recipe.precision.loss_scale) if plan.compute == torch.float16 else None
         self._recipe = recipe
         self._world = world
-        self._compute = compute
+        self._plan = plan
 
     def step(self, data: GlobalStep, *, index: int, lr: float, measure: bool, stop: bool, facts: bool) -> StepOutcome:
         """One optimizer step on `data`. `index` counts from 0. Nothing is updated when the loss or the gradient is not
@@ -58,7 +59,7 @@ class Stepper:
         reduced = self.engine.gradients()
         scale = self.scale.value if self.scale else 1.0
         norm = gradients.global_norm(reduced, self.engine.replica, self._world) / scale
-        shares: tuple[float, float] | None = None
+        shares: tuple[float | None, float | None] = (None, None)
         clipped = norm
         gradient_dtypes = {g.dtype for g in reduced}
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
@@ -82,8 +83,8 @@ class Stepper:
             grad_norm_clipped=clipped,
             skipped=skipped,
             should_stop=should_stop,
-            lost_update_share=shares[0] if shares else None,
-            unseen_update_share=shares[1] if shares else None,
+            lost_update_share=shares[0],
+            unseen_update_share=shares[1],
             facts=found,
         )
 
@@ -113,20 +114,32 @@ class Stepper:
         watched = []
         for shard, gradient in zip(self.engine.masters(), reduced, strict=True):
             numel = torch.Size(shard.shape).numel()
-            moments = [m for m in self.engine.moments(shard.name).values() if m.numel() == shard.values.numel() != 1]
-            values, slope, *rest = (
-                lost_updates.sample(t.view(-1), start=shard.start, numel=numel)
-                for t in (shard.values, gradient, *moments)
+            state = {
+                name: lost_updates.sample(moment.view(-1), start=shard.start, numel=numel)
+                for name, moment in self.engine.moments(shard.name).items()
+                if name != "step"
+            }
+            watched.append(
+                lost_updates.watch(
+                    lost_updates.sample(shard.values, start=shard.start, numel=numel),
+                    lost_updates.sample(gradient, start=shard.start, numel=numel),
+                    [moment for name, moment in state.items() if name != "compensation"],
+                    decayed=optimizer.weight_decay > 0 and is_decayed(shard.name, optimizer),
+                    compensation=state.get("compensation"),
+                )
             )
-            decayed = optimizer.weight_decay > 0 and is_decayed(shard.name, optimizer)
-            watched.append(lost_updates.watch(values, slope, rest, decayed=decayed))
         return watched
 
-    def _shares(self, watched: list[lost_updates.Watched]) -> tuple[float, float]:
-        counts = lost_updates.count(watched, self._compute)
+    def _shares(self, watched: list[lost_updates.Watched]) -> tuple[float | None, float | None]:
+        """Shares of lost and of unseen updates. None where rounding is stochastic: in expectation nothing vanishes."""
+        counts = lost_updates.count(watched, self._plan.compute)
         rows = gather_numbers([counts.wanted, counts.lost, counts.unseen], self._world)
         wanted, lost, unseen = (sum(row[i] for row in rows) for i in range(3))
-        return (lost / wanted, unseen / wanted) if wanted else (0.0, 0.0)
+        lost_share, unseen_share = (lost / wanted, unseen / wanted) if wanted else (0.0, 0.0)
+        return (
+            None if self._plan.update == "stochastic" else lost_share,
+            None if self._plan.cast == "stochastic" else unseen_share,
+        )
 
     def _observe(self, observer: ComputeObserver, gradient_dtypes: set[torch.dtype], logits: torch.dtype) -> Facts:
         masters = self.engine.masters()

@@ -1,0 +1,8 @@
+"""Optimizers and learning rate schedules. The optimizer is the same one on every engine; a schedule is a pure function
+of the optimizer step."""
+
+from samestep.optim.builders import OptimizerFactory, factory, is_decayed, set_lr
+from samestep.optim.low_precision import LowPrecisionAdamW, Piece
+from samestep.optim.schedules import lr_at
+
+__all__ = ["LowPrecisionAdamW", "OptimizerFactory", "Piece", "factory", "is_decayed", "lr_at", "set_lr"]
