@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -54,13 +55,7 @@ def load_model(recipe: ModelRecipe, *, seed: int) -> PreTrainedModel | nn.Module
     dtype = "auto" if recipe.load_dtype == "stored" else DTYPES[recipe.load_dtype]
     torch.manual_seed(seed)
     if recipe.path is not None:
-        path = recipe.path
-        model = _from_source(
-            lambda: AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=recipe.attention),
-            path,
-            "model",
-            "model.path",
-        )
+        model = _stored_model(recipe, recipe.path, dtype)
     else:
         model = _fresh_model(recipe)
         for parameter in model.parameters():
@@ -73,13 +68,34 @@ def load_model(recipe: ModelRecipe, *, seed: int) -> PreTrainedModel | nn.Module
     return model
 
 
+def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    model, info = _from_source(
+        lambda: AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=recipe.attention, output_loading_info=True
+        ),
+        path,
+        "model",
+        "model.path",
+    )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers, and only warns.
+        missing = sorted(info["missing_keys"])
+        more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
+        raise ModelError(
+            f"the files of {path} have no {missing[0]}{more}",
+            where="model.path",
+            remedy="Copy or download them again, or give the folder of a whole causal language model.",
+        )
+    return model
+
+
 def _fresh_model(recipe: ModelRecipe) -> PreTrainedModel:
     settings = dict(recipe.config or {})
     try:
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.device("cpu"):
             return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attention, dtype=torch.float32)
-    except (KeyError, ValueError, TypeError, ImportError, RuntimeError) as error:
+    except Exception as error:  # a config's values reach every corner of the library
         raise ModelError(
             f"no model can be made of this config: {_first_line(error)}",
             where="model.config",
@@ -95,19 +111,20 @@ def _from_source(load: Callable[[], Any], source: str, what: str, field: str) ->
     try:
         logging.disable(logging.WARNING)
         return load()
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, AttributeError) as error:
+    except ImportError as error:
         raise ModelError(
-            f"the {what} of {source} cannot be loaded: {_first_line(error)}",
+            f"the {what} of {source} needs a package that is not there: {_first_line(error)}",
             where=field,
-            remedy="It must be a folder that save_pretrained wrote, or the id of a hub model.",
+            remedy="Install it; or, when it is for model.attention, use sdpa.",
         ) from error
-    except Exception as error:  # safetensors and tokenizers raise bare Exceptions of their own for broken files
-        if type(error).__module__.split(".")[0] not in {"safetensors_rust", "builtins", "tokenizers", "pickle"}:
-            raise
+    except Exception as error:  # a damaged file fails in any of several libraries, each with errors of its own
+        local = folder.is_dir()
         raise ModelError(
-            f"the {what} of {source} cannot be loaded: {_first_line(error)}",
+            f"the {what} of {source} cannot be loaded: {_first_line(error)}"
+            if local
+            else f"{source} is no folder, nor a hub id whose {what} can be loaded: {_first_line(error)}",
             where=field,
-            remedy="A file of it is damaged or incomplete; copy or download it again.",
+            remedy="It must be a folder that save_pretrained wrote, with every file whole, or the id of a hub model.",
         ) from error
     finally:
         logging.disable(level)
@@ -115,7 +132,7 @@ def _from_source(load: Callable[[], Any], source: str, what: str, field: str) ->
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return textwrap.shorten(lines[0], 300, placeholder=" ...") if lines else type(error).__name__
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:

@@ -149,7 +149,10 @@ class JsonLines:
             raise _cannot_write(self._path, error) from error
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
