@@ -31,7 +31,7 @@ def _assemble(shard: Shard, mine: torch.Tensor, ranges: list[tuple[int, int]], w
     for rank, (start, numel) in enumerate(ranges):
         if not numel:
             continue
-        part = mine if rank == 0 else torch.empty(numel, dtype=mine.dtype, device=world.device)
+        part = mine if rank == 0 else torch.empty(numel, dtype=mine.dtype, device=mine.device)
         if rank:
             dist.recv(part, src=rank)
         whole[start : start + numel] = part.cpu()
