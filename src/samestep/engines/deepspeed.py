@@ -382,6 +382,9 @@ def import_deepspeed(device: torch.device) -> types.ModuleType:
             remedy="Install samestep[deepspeed], or choose single, ddp, fsdp or hsdp.",
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    LinearFunctionForZeroStage3.forward = staticmethod(_linear)
     if device.type == "cpu":
         # Compiled at start otherwise; a process killed while it compiles leaves a lock that hangs every later start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -389,6 +392,11 @@ def import_deepspeed(device: torch.device) -> types.ModuleType:
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else None, verbose=False)
     return deepspeed
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What torch computes. ZeRO-3's own linear layer adds the bias to a product that is rounded already."""
+    return torch._C._nn.linear(input, weight, bias)
 
 
 class _Backend:
