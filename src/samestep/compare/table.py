@@ -15,16 +15,16 @@ def table(report: dict[str, Any]) -> Table:
     built = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     built.add_column("engine")
     built.add_column("regime")
-    for heading in ("first\nloss", "last\nloss", *(["held-out loss\nbefore → after"] if has_held_out else [])):
+    for heading in ("first\nloss", "last\nloss", *(["held-out\nbefore", "\nafter"] if has_held_out else [])):
         built.add_column(heading, justify="right")
     built.add_column("bit-equal to\nthe first", no_wrap=True)
     built.add_column("updates\nlost", justify="right")
     pairs = {pair["b"]: pair for pair in report["pairs"] if pair["a"] == variants[0]["name"]}
     for variant in variants:
-        cells = [_engine(variant), variant["precision"], _loss(variant["first_loss"]), _loss(variant["last_loss"])]
+        cells = [_engine(variant, variants), variant["precision"], _loss(variant["first_loss"]), _loss(variant["last_loss"])]
         if has_held_out:
             held_out = variant["held_out"]
-            cells.append(f"{_loss(held_out['before'])} → {_loss(held_out['after'])}" if held_out else "-")
+            cells += [_loss(held_out["before"]), _loss(held_out["after"])] if held_out else ["-", "-"]
         pair = pairs.get(variant["name"])
         built.add_row(*cells, _equality(pair) if pair else "(itself)", share(variant["lost_update_share"]))
     return built
@@ -41,8 +41,10 @@ def share(value: float | None) -> str:
     return f"{value:.1%}".replace("%", " %")
 
 
-def _engine(variant: dict[str, Any]) -> str:
-    return " ".join([variant["engine"], *variant["overrides"]])
+def _engine(variant: dict[str, Any], variants: list[dict[str, Any]]) -> str:
+    """The engine; with the overrides where nothing else tells two variants apart."""
+    alike = [v for v in variants if (v["engine"], v["precision"]) == (variant["engine"], variant["precision"])]
+    return " ".join([variant["engine"], *(variant["overrides"] if len(alike) > 1 else [])])
 
 
 def _equality(pair: dict[str, Any]) -> str:

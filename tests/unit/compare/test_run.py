@@ -222,10 +222,10 @@ def test_the_table(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture
     Console(width=100).print(table(compared(recipe, tmp_path / "c")))
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "4.0000" in line]
     assert rows == [
-        ["fsdp", "mixed", "4.0000", "3.0000", "5.0000", "→", "4.5000", "(itself)", "0.0", "%"],
-        ["zero3", "mixed", "4.0000", "3.0000", "5.0000", "→", "4.5000", "yes", "0.0", "%"],
-        ["fsdp", "low", "4.0000", "3.5000", "5.0000", "→", "4.5000", "no:", "step", "2,", "loss", "50.0", "%"],
-        ["zero3", "low", "4.0000", "3.5000", "5.0000", "→", "4.5000", "no:", "step", "2,", "loss", "50.0", "%"],
+        ["fsdp", "mixed", "4.0000", "3.0000", "5.0000", "4.5000", "(itself)", "0.0", "%"],
+        ["zero3", "mixed", "4.0000", "3.0000", "5.0000", "4.5000", "yes", "0.0", "%"],
+        ["fsdp", "low", "4.0000", "3.5000", "5.0000", "4.5000", "no:", "step", "2,", "loss", "50.0", "%"],
+        ["zero3", "low", "4.0000", "3.5000", "5.0000", "4.5000", "no:", "step", "2,", "loss", "50.0", "%"],
     ]
 
 
