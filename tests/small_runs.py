@@ -46,11 +46,13 @@ def make_model(*, dtype: torch.dtype = torch.float32, **settings: Any) -> LlamaF
     """Tied, with grouped queries, and of sizes that two ranks cannot share evenly."""
     sizes = {"vocab_size": 17, "hidden_size": 12, "intermediate_size": 19, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4}
+    wanted: dict[str, Any] = sizes | heads | {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(7)
-    config = LlamaConfig(
-        **(sizes | heads | {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1} | settings)
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**(wanted | settings)))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 
 def make_folder(folder: Path, *, dtype: torch.dtype = torch.float32, rows: int = 20, recipe: str = RECIPE) -> Path:

@@ -26,6 +26,7 @@ _START_SECONDS = 120.0
 _GRACE_SECONDS = 5.0
 """How long the other ranks may still work once one has failed."""
 _LOG_LINES = 40
+_STACK_FRAMES = 10
 
 
 class RankFailure(Exception):
@@ -175,7 +176,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
     try:
         _join_group(pipe, rank, size)
     except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc(limit=-_STACK_FRAMES))))
         return
     pipe.send_bytes(pickle.dumps((True, None)))
     while order := pipe.recv_bytes():
@@ -184,7 +185,7 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
             # Plain pickle copies tensors; the pipe's own would hand over shared memory.
             answer = pickle.dumps((True, job(**arguments)))
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            answer = pickle.dumps((False, traceback.format_exc(limit=-_STACK_FRAMES)))
         pipe.send_bytes(answer)
     # Nothing that a library does at exit may keep a rank alive.
     os._exit(0)

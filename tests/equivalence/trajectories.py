@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from samestep import models, world
 from samestep.checkpoint.gather import gather_masters
 from samestep.data import Examples, Loader
 from samestep.engines import build
-from samestep.engines.protocol import Engine, Shard
+from samestep.engines.protocol import Engine, Shard, Turn
 from samestep.optim import lr_at
 from samestep.precision.facts import violations
 from samestep.recipe.schema import Recipe
@@ -62,16 +63,24 @@ class Trajectory:
 
 
 def train(
-    recipe: dict[str, Any], examples: Examples, held_out: Examples | None = None, measure: bool = False
+    recipe: dict[str, Any],
+    examples: Examples,
+    held_out: Examples | None = None,
+    measure: bool = False,
+    poison: tuple[int, int, int] | None = None,
 ) -> RankRun:
-    """A job for ranks: `recipe.train.steps` steps of the product's own step code on these examples."""
+    """A job for ranks: `recipe.train.steps` steps of the product's own step code on these examples.
+
+    Evaluates before and after when there is held-out data. `poison` is (step, micro-batch, rank) of a backward pass
+    whose gradient becomes infinite, while its loss stays what it is.
+    """
     checked = Recipe.model_validate(recipe)
     here = world.start(timeout_seconds=60)
     model = models.load_model(checked.model, seed=checked.train.seed)
     plan = build.resolve_plan(checked, model)
     engine = build.build(checked, model, plan, here)
     try:
-        stepper = Stepper(engine, checked, here, compute=plan.compute)
+        stepper = Stepper(_poisoned(engine, *poison) if poison else engine, checked, here, plan)
         loader = loader_of(checked, examples)
         evaluations = [stepper.evaluate(evaluation_loader_of(checked, held_out))] if held_out is not None else []
         start = _digests(engine)
@@ -96,6 +105,26 @@ def train(
         )
     finally:
         engine.close()
+
+
+class _Poisoned:
+    """An engine with one backward pass that goes wrong."""
+
+    def __init__(self, engine: Engine, passes: int, at: Turn) -> None:
+        self._engine, self._passes, self._at = engine, passes, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def backward(self, loss: torch.Tensor, turn: Turn, micro_steps: int) -> None:
+        if turn == self._at:
+            self._passes -= 1
+        wrong = turn == self._at and self._passes == 0
+        self._engine.backward(loss * math.inf if wrong else loss, turn, micro_steps)
+
+
+def _poisoned(engine: Engine, step: int, micro: int, rank: int) -> Engine:
+    return _Poisoned(engine, step, Turn(micro=micro, rank=rank))  # type: ignore[return-value]
 
 
 def _step(stepper: Stepper, loader: Loader, recipe: Recipe, index: int, measure: bool) -> tuple[Step, Any]:
