@@ -333,6 +333,8 @@ def deepspeed_config(recipe: EngineRecipe, plan: Plan, *, micro_batch: int) -> d
             "stage3_prefetch_bucket_size": recipe.prefetch_elements,
             "stage3_max_live_parameters": recipe.live_elements,
             "stage3_param_persistence_threshold": recipe.persistent_elements,
+            # Its reduce-scatter divides by the ranks before it sums, which is exact for powers of two only.
+            "reduce_scatter": recipe.ranks & (recipe.ranks - 1) == 0,
         }
     parameters, optimizer, path = _offload(recipe, stage)
     if optimizer != "none":
