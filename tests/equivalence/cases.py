@@ -31,8 +31,11 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def save_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> str:
-    """Writes a small Llama with fresh weights into a folder. `changes` are to its config."""
+def save_model(
+    folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, broken_token: int | None = None, **changes: Any
+) -> str:
+    """Writes a small Llama with fresh weights into a folder. `changes` are to its config. The embedding of the
+    `broken_token` is infinite: whoever reads it gets no finite loss."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = LLAMA | changes
@@ -43,6 +46,8 @@ def save_model(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 
         if parameter.dim() == 1:  # norms at 1 and biases at 0 would hide faults
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
         parameter.data = parameter.data.to(dtype)
+    if broken_token is not None:
+        model.get_input_embeddings().weight.data[broken_token] = torch.inf
     model.config.dtype = dtype
     model.save_pretrained(folder)
     return str(folder)

@@ -164,8 +164,8 @@ VARIANTS = [
 ]
 
 
-# torch's SGD adds `alpha * x` to bf16 numbers, and on CPUs that rounds differently in the last elements of a tensor than
-# in the others: its result depends on where a parameter is cut.
+# torch's SGD adds `alpha * x` to bf16 numbers, and on CPUs rounds the last elements of a tensor in another way than
+# the others: the result depends on where a parameter is cut.
 CUT_DEPENDENT = {("sgd", "low", engine) for engine in SHARDED if engine not in ("ddp", "hsdp")}
 
 
