@@ -1,0 +1,143 @@
+"""What goes wrong with real ranks: each failure is one short message, and no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.small_runs import (
+    assert_short_message,
+    change,
+    finish,
+    half_written,
+    make_folder,
+    processes_of,
+    ranks_of,
+    start,
+    steps_of,
+    wait_until,
+)
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find processes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path)
+
+
+def assert_nothing_left(folder: Path) -> None:
+    deadline = time.monotonic() + 10
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(folder) == []
+    assert half_written(folder / "out") == []
+    assert list((folder / "scratch").glob("samestep-*")) == []
+
+
+def test_what_every_rank_refuses_is_said_once(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text("{")
+    code, err = finish(start(folder, "--engine", "fsdp"), folder)
+    assert code == 2
+    assert_short_message(err, "model.path")
+    assert_nothing_left(folder)
+
+
+def test_more_ranks_than_rows(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"text": "a b c"}\n')
+    code, err = finish(start(folder, "--engine", "ddp"), folder)
+    assert code == 2
+    assert_short_message(err, "2 ranks are more than the 1 rows of data")
+    assert_nothing_left(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_it_starts(folder: Path, rank: int) -> None:
+    process = start(folder, "--engine", "fsdp")
+    wait_until(lambda: len(ranks_of(folder)) == 2, process)
+    os.kill(ranks_of(folder)[rank], signal.SIGKILL)
+    code, err = finish(process, folder)
+    assert code == 1
+    assert_short_message(err, f"rank {rank} died (signal 9) without a message")
+    assert_nothing_left(folder)
+
+
+@pytest.mark.parametrize(("engine", "rank"), [("fsdp", 1), ("zero2", 0)])
+def test_a_rank_that_is_killed_during_the_run(folder: Path, engine: str, rank: int) -> None:
+    process = start(folder, "--engine", engine, "--set", "train.steps=1000000")
+    steps = folder / "out" / "steps.jsonl"
+    wait_until(lambda: steps.exists() and steps.stat().st_size, process)
+    os.kill(ranks_of(folder)[rank], signal.SIGKILL)
+    code, err = finish(process, folder)
+    assert code == 1
+    assert_short_message(err, f"rank {rank} died (signal 9) without a message")
+    assert [step["step"] for step in steps_of(folder / "out")][:1] == [1]
+    assert_nothing_left(folder)
+
+
+def test_ranks_whose_launcher_is_killed_end_by_themselves(folder: Path) -> None:
+    process = start(folder, "--engine", "fsdp", "--set", "train.steps=1000000")
+    steps = folder / "out" / "steps.jsonl"
+    wait_until(lambda: steps.exists() and steps.stat().st_size, process)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(folder) == []
+    assert steps_of(folder / "out")
+    assert "Traceback" not in (folder / "stderr").read_text()
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks(folder: Path) -> None:
+    arguments = ("--engine", "zero2", "--set", "train.optimizer.lr=1e30", "--set", "train.steps=9")
+    code, err = finish(start(folder, *arguments), folder)
+    assert code == 1
+    assert_short_message(err, "is not finite", "on_non_finite: skip")
+    last = steps_of(folder / "out")[-1]
+    assert last["skipped"] is True
+    assert None in (last["loss"], last["grad_norm"])
+    assert_nothing_left(folder)
+
+
+def test_a_port_that_another_program_holds(folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, err = finish(start(folder, "--engine", "fsdp", "--port", str(port)), folder)
+    assert code == 1
+    assert_short_message(err, f"port {port} cannot be used")
+    assert_nothing_left(folder)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "message"),
+    [
+        ("fsdp", 3, "the recipe asks for 3 ranks, but 2 were started"),
+        ("single", 2, "single is one process, but 2 were started"),
+    ],
+)
+def test_torchrun_with_another_number_of_ranks(folder: Path, engine: str, ranks: int, message: str) -> None:
+    change(folder, {"engine.name": engine, "engine.ranks": ranks})
+    code, err = finish(start(folder, launcher=TORCHRUN), folder)
+    assert code == 1  # torchrun's own
+    assert message in err
+    # torchrun itself ends with a traceback of its own; ours is not one.
+    assert "samestep/" not in "".join(line for line in err.splitlines() if line.lstrip().startswith("File "))
+    assert_nothing_left(folder)
+
+
+def test_torchrun_with_the_recipes_number_of_ranks(folder: Path) -> None:
+    code, err = finish(start(folder, "--engine", "ddp", launcher=TORCHRUN), folder)
+    assert code == 0, err
+    assert len(steps_of(folder / "out")) == 2
+    assert (folder / "out" / "export" / "model.safetensors").exists()
