@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +59,7 @@ def _launch(request: Any, port: int | None) -> None:
     endpoint = f"localhost:{port or 0}"
     if port is not None:
         _require_free(port)
-    # The launcher's own reports of a dead rank are long; ours is one line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence_elastic()
     with tempfile.TemporaryDirectory(prefix="samestep-") as scratch:
         order = Path(scratch) / "request.json"
         order.write_text(
@@ -65,6 +68,7 @@ def _launch(request: Any, port: int | None) -> None:
                     "recipe": request.recipe.model_dump(mode="json"),
                     "out": str(request.out),
                     "keep_masters": request.keep_masters,
+                    "launcher": os.getpid(),
                 }
             ),
             encoding="utf-8",
@@ -80,10 +84,13 @@ def _launch(request: Any, port: int | None) -> None:
             monitor_interval=0.1,
             # A rank that was asked to end first ends its step and writes what was trained.
             shutdown_timeout=request.recipe.engine.timeout_seconds,
+            # Ctrl-C is ours, see below; ranks whose launcher a closed terminal ended stop by themselves.
+            signals_to_handle="SIGTERM",
         )
         os.environ.setdefault("OMP_NUM_THREADS", str(request.recipe.engine.threads))
         try:
-            elastic_launch(config, entrypoint=sys.executable)("-m", "samestep.training.worker", str(order))
+            with _interrupt_as_sigterm():
+                elastic_launch(config, entrypoint=sys.executable)("-m", "samestep.training.worker", str(order))
         except ChildFailedError as error:
             raise _reported(Path(scratch), error) from error
         except SignalException as error:
@@ -92,6 +99,35 @@ def _launch(request: Any, port: int | None) -> None:
             raise Interrupted(
                 "the run was interrupted before its first step was done", where=str(request.out)
             ) from error
+
+
+def _silence_elastic() -> None:
+    """Keeps the launcher's own reports of a dead rank, which are long, off the screen; ours is one line."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+@contextlib.contextmanager
+def _interrupt_as_sigterm() -> Generator[None]:
+    """Ctrl-C reaches the ranks as SIGTERM: as SIGINT, it makes a rank that is still starting print a traceback."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(_number: int, _frame: object) -> None:
+        raise SignalException("interrupted", sigval=signal.SIGTERM)
+
+    # The launcher replaces the handler of SIGTERM and leaves its own behind.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _reported(scratch: Path, error: Any) -> SamestepError:

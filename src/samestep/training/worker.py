@@ -16,13 +16,14 @@ from samestep.errors import SamestepError
 
 def main(order: Path) -> int:
     """Runs the rank; a failure is left beside the request as one message for the launcher."""
-    # Nothing is worth saving while libraries are imported, and an interrupt there would print its traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        content = json.loads(order.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 130  # the launcher was interrupted while it started us
+    threading.Thread(target=_end_with, args=(content["launcher"],), daemon=True).start()
     warnings.filterwarnings("ignore")
     from samestep import world
 
-    content = json.loads(order.read_text(encoding="utf-8"))
     try:
         from samestep.recipe.schema import Recipe
         from samestep.training.rank import Request, run

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from samestep.errors import SamestepError
-from samestep.training import launch
+from samestep.training import launch, worker
 
 BROKEN = "unexpected RuntimeError at reduction.py:1: Connection closed by peer"
 
@@ -75,3 +79,27 @@ def test_the_first_of_two_messages(tmp_path: Path) -> None:
     report(tmp_path, 0, "later", seconds=100.5, code=2)
     report(tmp_path, 1, "earlier", seconds=100.4, code=2)
     assert str(told(tmp_path, ended(rank0=(2, 100), rank1=(2, 100)))) == "earlier"
+
+
+def test_ctrl_c_ends_the_ranks_as_sigterm_does_and_the_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SignalException) as raised, launch._interrupt_as_sigterm():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert raised.value.sigval == signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize("launcher_lives", [True, False])
+def test_a_rank_ends_with_its_launcher(launcher_lives: bool) -> None:
+    launcher = os.getppid() if launcher_lives else 0
+    asked: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: asked.append(number))
+    try:
+        threading.Thread(target=worker._end_with, args=(launcher,), daemon=True).start()
+        deadline = time.monotonic() + (1 if launcher_lives else 30)
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == ([] if launcher_lives else [signal.SIGTERM])
