@@ -69,7 +69,7 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def run(self, job: Callable[..., Any], *, timeout_seconds: float = 120.0, **arguments: Any) -> list[Any]:
+    def run(self, job: Callable[..., Any], *, timeout_seconds: float = 90.0, **arguments: Any) -> list[Any]:
         """Calls `job(**arguments)` on every rank and returns the results by rank."""
         name = f"{job.__module__}.{job.__qualname__}"
         order = pickle.dumps((job, arguments))
@@ -160,7 +160,7 @@ class RankPools:
             pool = self._pools[size] = Ranks(size)
         return pool
 
-    def run(self, size: int, job: Callable[..., Any], *, timeout_seconds: float = 120.0, **arguments: Any) -> list[Any]:
+    def run(self, size: int, job: Callable[..., Any], *, timeout_seconds: float = 90.0, **arguments: Any) -> list[Any]:
         """Calls `job(**arguments)` on `size` ranks and returns the results by rank. Raises RankFailure."""
         return self.of(size).run(job, timeout_seconds=timeout_seconds, **arguments)
 

@@ -96,6 +96,24 @@ def test_failures_hangs_and_deaths_are_told_and_the_next_job_works(own_ranks):
     assert own_ranks.run(2, jobs.sum_of, value=0.0) == [1.0, 1.0]
 
 
+def test_an_interrupted_test_ends_its_ranks(own_ranks):
+    """As a time-out of pytest or Ctrl-C would interrupt it."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    pids = own_ranks.of(2).pids
+    usual = signal.signal(signal.SIGALRM, interrupt)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            own_ranks.run(2, jobs.sleep, seconds=600.0)
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+        signal.setitimer(signal.ITIMER_REAL, left)
+    assert gone(pids, seconds=0)
+
+
 def test_a_result_that_cannot_travel_is_a_failure(own_ranks):
     with pytest.raises(RankFailure, match="pickle"):
         own_ranks.run(1, jobs.refuse_to_pickle)

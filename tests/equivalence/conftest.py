@@ -39,7 +39,7 @@ def run(ranks: Any) -> Run:
     kept: dict[tuple[str, int, int], Trajectory] = {}
 
     def go(
-        recipe: dict[str, Any], examples: Examples, *, timeout_seconds: float = 120.0, **arguments: Any
+        recipe: dict[str, Any], examples: Examples, *, timeout_seconds: float = 90.0, **arguments: Any
     ) -> Trajectory:
         checked = Recipe.model_validate(recipe)
         assert findings(checked) == []

@@ -7,18 +7,19 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 
-def train(path, batches, *, master, compute, reduce, lr, warmup, decay, max_norm=None, every="micro_batch"):
+def train(path, batches, *, master, compute, reduce, lrs, decay, max_norm=None, every="micro_batch"):
     """Trains on `batches[step][micro][rank] = (input_ids, labels)`, labels shifted and -100 where nothing counts.
 
-    Returns loss, gradient norm, norm after clipping and the masters by name, for each step.
+    `lrs` are the learning rates of the steps. Returns loss, gradient norm, norm after clipping and the masters by
+    name, for each step.
     """
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").train()
     masters = {n: p.detach().to(master).clone().requires_grad_() for n, p in model.named_parameters()}
     groups = [{"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": decay}]
     groups += [{"params": [p for p in masters.values() if p.dim() == 1], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=lr)
+    optimizer = torch.optim.AdamW(groups)
     log = []
-    for step, window in enumerate(batches, start=1):
+    for window, lr in zip(batches, lrs, strict=True):
         for n, p in model.named_parameters():
             p.data = masters[n].detach().to(compute)
         tokens = sum(int((labels != -100).sum()) for micro in window for _, labels in micro)
@@ -42,9 +43,8 @@ def train(path, batches, *, master, compute, reduce, lr, warmup, decay, max_norm
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(masters.values(), max_norm, torch.tensor(norm))
             clipped = norm_of(masters.values())
-        late = (step - 1 - warmup) / max(1, len(batches) - warmup)
         for group in optimizer.param_groups:
-            group["lr"] = lr * step / warmup if step <= warmup else lr * (1 - late)
+            group["lr"] = lr
         optimizer.step()
         log.append((math.fsum(losses) / tokens, norm, clipped, {n: p.detach().clone() for n, p in masters.items()}))
     return log

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from samestep.data import Examples
+from samestep.recipe.checks import findings
+from samestep.recipe.schema import Recipe
 from tests.equivalence.cases import SHARDED, make_examples, make_recipe
 from tests.equivalence.trajectories import first_difference
 
@@ -186,3 +188,21 @@ def test_engines_agree(run, model_folder, variant, regime, engine):
     other = run(recipe, variant.examples, **variant.arguments)
     assert first_difference(single, other) is None
     assert single.steps[0].digests != single.steps[-1].digests
+
+
+@pytest.mark.parametrize("engine", ["single", *TORCH])
+def test_ignored_modules_are_left_alone(run, model_folder, engine):
+    """Loaded in bf16 under regime full: the ignored module keeps bf16, and what trains is fp32."""
+    variant = next(variant for variant in VARIANTS if variant.name == "ignored modules")
+    result = run(make_recipe(engine, model_folder(**variant.model), regime="full", **variant.changes), ROWS)
+    assert result.dtypes.pop("model.embed_tokens.weight") == "torch.bfloat16"
+    assert set(result.dtypes.values()) == {"torch.float32"}
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_what_an_engine_cannot_do_is_refused(engine):
+    """zero2 and zero3 cannot wait with the reduction; without accumulation there is nothing to wait for."""
+    for accumulation, refused in ((3, True), (1, False)):
+        changes = {"train__accumulation": accumulation, "engine__reduce_every": "step"}
+        recipe = Recipe.model_validate(make_recipe(engine, "model", **changes))
+        assert [field for field, _ in findings(recipe)] == ["engine.reduce_every"] * refused
