@@ -8,11 +8,7 @@ from transformers import AutoModelForCausalLM
 
 
 def train(path, batches, *, master, compute, reduce, lrs, decay, max_norm=None, every="micro_batch"):
-    """Trains on `batches[step][micro][rank] = (input_ids, labels)`, labels shifted and -100 where nothing counts.
-
-    `lrs` are the learning rates of the steps. Returns loss, gradient norm, norm after clipping and the masters by
-    name, for each step.
-    """
+    """Over batches[step][micro][rank] = (ids, shifted labels): loss, norms before and after clipping, masters by name."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").train()
     masters = {n: p.detach().to(master).clone().requires_grad_() for n, p in model.named_parameters()}
     groups = [{"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": decay}]
