@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -160,7 +161,7 @@ def test_the_weights_are_the_masters_in_the_dtype_asked_for(export: Export, engi
 
 
 def test_the_tokenizer_comes_along(export: Export) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(export("fsdp", "bf16") / "export")
+    tokenizer: Any = AutoTokenizer.from_pretrained(export("fsdp", "bf16") / "export")
     assert tokenizer("a b m").input_ids == [3, 4, 15]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 
 def train(path, batches, *, master, compute, reduce, lrs, decay, max_norm=None, every="micro_batch"):
-    """Over batches[step][micro][rank] = (ids, shifted labels): loss, norms before and after clipping, masters by name."""
+    """Over batches[step][micro][rank] = (ids, shifted labels): loss, norms (also clipped) and masters of each step."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").train()
     masters = {n: p.detach().to(master).clone().requires_grad_() for n, p in model.named_parameters()}
     groups = [{"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": decay}]
@@ -19,18 +19,17 @@ def train(path, batches, *, master, compute, reduce, lrs, decay, max_norm=None, 
         for n, p in model.named_parameters():
             p.data = masters[n].detach().to(compute)
         tokens = sum(int((labels != -100).sum()) for micro in window for _, labels in micro)
-        losses, grads = [], []
-        for micro in window:
-            grads.append([])
+        losses, grads = [], [[] for _ in window]
+        for micro, of_ranks in zip(window, grads, strict=True):
             for inputs, labels in micro:
                 logits = model(input_ids=inputs, use_cache=False).logits.float()
                 loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
                 losses.append(loss.item())
                 model.zero_grad()
                 (loss / tokens).backward()
-                grads[-1].append([p.grad.to(reduce) for p in model.parameters()])
+                of_ranks.append([p.grad.to(reduce) for p in model.parameters()])
         if every == "micro_batch":  # cross the ranks, then accumulate
-            total = in_turn([pairwise(of_ranks) for of_ranks in grads])
+            total = in_turn([pairwise(ranks) for ranks in grads])
         else:  # accumulate on every rank, then cross
             total = pairwise([in_turn(of_micros) for of_micros in zip(*grads, strict=True)])
         for p, g in zip(masters.values(), total, strict=True):
