@@ -13,6 +13,7 @@ import torch
 
 _CHUNK = 1 << 16
 _LOW_BITS = 0xFFFF
+_LAST_NAN = 0x7FFF0000
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,12 @@ def random_bits(random: Stream, *, start: int, numel: int, device: torch.device 
     """Uniform random bits of the elements from index `start` on: int32 [numel].
 
     A keyed variant of the 32-bit finaliser "lowbias32" (C. Wellons, "Prospecting for Hash Functions", 2018): its second
-    key goes in between the two multiplications. A `start` above 2**32 enters through the first key.
+    key goes in between the two multiplications. An index above 2**32 enters through the first key.
     """
+    left = (1 << 32) - (start & 0xFFFFFFFF)
+    if numel > left:
+        cuts = ((start, left), (start + left, numel - left))
+        return torch.cat([random_bits(random, start=begin, numel=count, device=device) for begin, count in cuts])
     bits = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(start))
     bits.bitwise_xor_(_signed(random.first + 0x9E3779B1 * (start >> 32)))
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
@@ -50,7 +55,8 @@ def stochastic_to_bfloat16(
     """Rounds fp32 `values` [n] to bf16 up or down with probabilities that make the expectation exact.
 
     `start` is the index of the first element in its parameter. Writes into `out` (bf16 [n]) when given. A value that
-    bf16 holds stays as it is, infinities too; beyond the largest bf16 number rounding may reach infinity.
+    bf16 holds stays as it is, infinities and the NaNs of arithmetic too; beyond the largest bf16 number rounding may
+    reach infinity.
     """
     assert values.dtype == torch.float32 and values.dim() == 1
     rounded = torch.empty_like(values, dtype=torch.bfloat16) if out is None else out
@@ -58,7 +64,9 @@ def stochastic_to_bfloat16(
         chunk = values[begin : begin + _CHUNK]
         bits = random_bits(random, start=start + begin, numel=chunk.numel(), device=values.device)
         # Adding 16 random bits below bf16's last place carries into it with the probability of the dropped fraction.
-        bits.bitwise_and_(_LOW_BITS).add_(chunk.view(torch.int32)).bitwise_and_(~_LOW_BITS)
+        # GPUs' NaN, 0x7FFFFFFF, would carry over into zero.
+        patterns = chunk.view(torch.int32).clamp(max=_LAST_NAN)
+        bits.bitwise_and_(_LOW_BITS).add_(patterns).bitwise_and_(~_LOW_BITS)
         rounded[begin : begin + _CHUNK].copy_(bits.view(torch.float32))
     return rounded
 
