@@ -21,7 +21,8 @@ def table(report: dict[str, Any]) -> Table:
     built.add_column("updates\nlost", justify="right")
     pairs = {pair["b"]: pair for pair in report["pairs"] if pair["a"] == variants[0]["name"]}
     for variant in variants:
-        cells = [_engine(variant, variants), variant["precision"], _loss(variant["first_loss"]), _loss(variant["last_loss"])]
+        losses = [_loss(variant["first_loss"]), _loss(variant["last_loss"])]
+        cells = [_engine(variant, variants), variant["precision"], *losses]
         if has_held_out:
             held_out = variant["held_out"]
             cells += [_loss(held_out["before"]), _loss(held_out["after"])] if held_out else ["-", "-"]
