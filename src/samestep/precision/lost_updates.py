@@ -1,7 +1,7 @@
 """Updates that rounding turns into no change: forecast before a run, and measured during it.
 
-*Lost*: the optimizer wanted to move a weight and the master stayed where it was. *Unseen*: the master moved, but the
-low-precision copy that the forward pass uses is still the same.
+*Lost*: the optimizer wanted to move a weight and the master stayed where it was. *Unseen*: the master (or the
+compensation that belongs to it) moved, but the low-precision copy that the forward pass uses is still the same.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def count(watched: Sequence[Watched], compute: torch.dtype) -> Counts:
         moved = shard.moved()
         wanted += int(shard.wanted.sum())
         lost += int((shard.wanted & ~moved).sum())
-        if shard.values.dtype.itemsize > compute.itemsize:
+        if shard.compensation is not None or shard.values.dtype.itemsize > compute.itemsize:
             same_copy = shard.values.to(compute) == shard.before.to(compute)
             unseen += int((shard.wanted & moved & same_copy).sum())
     return Counts(wanted=wanted, lost=lost, unseen=unseen)
