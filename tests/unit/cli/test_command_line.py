@@ -217,11 +217,11 @@ def test_train_hands_over_the_checked_recipe(folder: Path, trained: Calls, capsy
 
 
 def test_train_options(folder: Path, trained: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    trained.answer = {"loss": 0.1, "steps": 10}
+    trained.answer = {"loss": 0.1, "status": "completed"}
     assert cli.main(["train", "--out", "o/p", "--port", "29511", "--overwrite", "--json", "--debug", "r.yaml"]) == 0
     assert trained[0].pop("arguments")[1] == folder / "o" / "p"
     assert trained == [{"port": 29511, "json_output": True, "overwrite": True}]
-    assert json.loads(capsys.readouterr().out) == {"loss": 0.1, "steps": 10}
+    assert json.loads(capsys.readouterr().out) == {"loss": 0.1, "status": "completed"}
 
 
 def test_compare_hands_over_names(folder: Path, compared: Calls, capsys: pytest.CaptureFixture[str]) -> None:
