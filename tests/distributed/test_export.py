@@ -121,7 +121,7 @@ def test_p75_a_strict_reload_misses_nothing(export: Export, engine: str) -> None
     model, info = AutoModelForCausalLM.from_pretrained(folder / "export", dtype="auto", output_loading_info=True)
     assert {key: list(value) for key, value in info.items() if value} == {}
     tied = {"lm_head.weight": load_file(weights_file(folder, "bf16"))["model.embed_tokens.weight"]}
-    fresh = LlamaForCausalLM(model.config)
+    fresh: Any = LlamaForCausalLM(model.config)
     fresh.load_state_dict(load_file(weights_file(folder, "bf16")) | tied, strict=True)
 
 
@@ -171,7 +171,7 @@ def test_adapters_load_onto_their_base(export: Export, engine: str) -> None:
     pytest.importorskip("peft")
     folder = export(engine, "lora")
     masters = load_file(folder / "masters.safetensors")
-    expected = make_model()
+    expected: Any = make_model()
     changed = 0
     with torch.no_grad():
         for name, weight in expected.named_parameters():
@@ -180,9 +180,10 @@ def test_adapters_load_onto_their_base(export: Export, engine: str) -> None:
                 weight += 6.0 / 2 * masters[f"{prefix}B.default.weight"] @ masters[f"{prefix}A.default.weight"]
                 changed += 1
     assert changed == 6
+    untouched: Any = make_model()
     ids = torch.tensor([[3, 9, 4, 15, 1]])
     with torch.no_grad():
         loaded = load(folder)(ids).logits
-        base = make_model()(ids).logits
+        base = untouched(ids).logits
         torch.testing.assert_close(loaded, expected(ids).logits, rtol=1e-5, atol=1e-5)
     assert (loaded - base).abs().max() > 1e-3

@@ -90,6 +90,12 @@ def _one_model_source(recipe: Recipe) -> Iterator[Finding]:
             yield "model.tokenizer", "is missing: a fresh model has no tokenizer of its own; give a folder or a hub id"
 
 
+def _adapters(recipe: Recipe) -> Iterator[Finding]:
+    model = recipe.model
+    if model.lora is not None and model.config is not None and recipe.train.export:
+        yield "model.lora", "an export holds the adapters only, and a fresh base is stored nowhere; give model.path"
+
+
 def _no_empty_texts(recipe: Recipe) -> Iterator[Finding]:
     data = recipe.data
     texts = {
@@ -294,6 +300,7 @@ def _listed(names: Sequence[str]) -> str:
 
 CHECKS = (
     Check(("model.path", "model.config", "model.tokenizer"), _one_model_source),
+    Check(("model.config", "model.lora", "train.export"), _adapters),
     Check(("model.path", "model.tokenizer", "data.path", "data.held_out"), _no_empty_texts),
     Check(("data.template", "data.response_marker", "data.format", "data.loss_on"), _template),
     Check(("data.columns", "data.format", "data.template"), _columns),

@@ -39,3 +39,10 @@ def test_p96_quotes_on_the_command_line_are_refused_too(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(TEXT.replace('"8"', "2"))
     with pytest.raises(RecipeError, match=r"--set train\.accumulation"):
         load(tmp_path / "r.yaml", ["train.accumulation='8'"])
+
+
+def test_adapters_on_a_fresh_base_would_be_of_no_use_once_exported() -> None:
+    text = TEXT.replace('"8"', "8").replace("{path: m}", "{config: {model_type: llama}, tokenizer: t, lora: {rank: 2}}")
+    with pytest.raises(RecipeError, match=r"model\.lora.*a fresh base is stored nowhere"):
+        parse(text, source="r.yaml")
+    assert parse(text, overrides=["train.export=false"], source="r.yaml").model.lora is not None
