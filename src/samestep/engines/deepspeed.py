@@ -70,6 +70,7 @@ class DeepSpeedEngine:
             model=model, optimizer=optimizer(named), config=deepspeed_config(recipe, plan, micro_batch=micro_batch)
         )
         self.model: nn.Module = self._engine
+        self.module = model
         self._is_bf16_optimizer = type(self._zero).__name__ == "BF16_Optimizer"
         if self.stage == 3:
             _keep_autograd_order(self._engine.module, self._zero)

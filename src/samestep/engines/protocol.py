@@ -49,9 +49,13 @@ class Replica:
 
 
 class Engine(Protocol):
-    """One training state on one rank."""
+    """One training state on one rank.
+
+    `model` is what to call; `module` the model itself, whose parameters and buffers have the names it was loaded with.
+    """
 
     model: nn.Module
+    module: nn.Module
     replica: Replica
 
     @property

@@ -69,7 +69,7 @@ class TorchEngine:
         seed: int,
         world: World,
     ) -> None:
-        self.model = model
+        self.model = self.module = model
         self._reducer = Reducer(recipe.reduce_order)
         self._world = world
         self._recipe = recipe

@@ -91,13 +91,10 @@ def violations(plan: Plan, facts: Facts, *, several_ranks: bool) -> list[Violati
         if role != "buffer" and observed != planned:
             found.append(Violation(role=role, planned=planned, observed=observed, what=role))
     for buffer in plan.buffers:
-        observed_dtype = facts.buffers.get(buffer.name, buffer.held)
-        if observed_dtype != buffer.held:
-            found.append(
-                Violation(
-                    role="buffer", planned=(buffer.held,), observed=(observed_dtype,), what=f"buffer {buffer.name}"
-                )
-            )
+        seen = (facts.buffers[buffer.name],) if buffer.name in facts.buffers else ()
+        if seen != (buffer.held,):
+            what = f"buffer {buffer.name}"
+            found.append(Violation(role="buffer", planned=(buffer.held,), observed=seen, what=what))
     return found
 
 

@@ -145,7 +145,7 @@ class Stepper:
         masters = self.engine.masters()
         moments = [moment for s in masters for key, moment in self.engine.moments(s.name).items() if key != "step"]
         return observe(
-            self.engine.model,
+            self.engine.module,
             masters=[s.values for s in masters],
             gradients=gradient_dtypes,
             moments=moments,
