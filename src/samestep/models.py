@@ -15,9 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
+from samestep import weight_files
 from samestep.dtypes import DTYPES
 from samestep.errors import EngineError, ModelError
 from samestep.recipe.schema import Lora
@@ -60,12 +68,39 @@ def load_model(recipe: ModelRecipe, *, seed: int) -> PreTrainedModel | nn.Module
         model = _fresh_model(recipe)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.float32 if dtype == "auto" else dtype)
+    return _prepared(model, recipe, seed=seed)
+
+
+def load_meta_model(recipe: ModelRecipe) -> PreTrainedModel | nn.Module:
+    """The model that `load_model` would load, on the meta device: names, shapes, dtypes and no weights.
+
+    Reads the config, and from a folder whose config names no dtype the headers of its weights. Raises ModelError.
+    """
+    if recipe.path is None:
+        dtype = torch.float32
+        config = _config(recipe)
+    else:
+        path = recipe.path
+        config = _from_source(lambda: AutoConfig.from_pretrained(path), path, "model", "model.path")
+        dtype = config.dtype or weight_files.first_dtype(Path(path)) or torch.float32
+    if recipe.load_dtype != "stored":
+        dtype = DTYPES[recipe.load_dtype]
+    try:
+        # The attention's own package may not be there where a run is only planned.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    except Exception as error:  # a config's values reach every corner of the library
+        raise _no_model(error, "model.config" if recipe.path is None else "model.path") from error
+    return _prepared(model, recipe, seed=0)
+
+
+def _prepared(model: PreTrainedModel, recipe: ModelRecipe, *, seed: int) -> PreTrainedModel | nn.Module:
+    """The model with adapters and frozen parameters as the recipe asks for."""
     model.config.use_cache = False
     model.train()
-    if recipe.lora is not None:
-        model = _with_adapters(model, recipe.lora, seed=seed)
-    _freeze(model, recipe.freeze)
-    return model
+    prepared = model if recipe.lora is None else _with_adapters(model, recipe.lora, seed=seed)
+    _freeze(prepared, recipe.freeze)
+    return prepared
 
 
 def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -90,17 +125,29 @@ def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> P
 
 
 def _fresh_model(recipe: ModelRecipe) -> PreTrainedModel:
-    settings = dict(recipe.config or {})
+    config = _config(recipe)
     try:
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         with torch.device("cpu"):
             return AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attention, dtype=torch.float32)
     except Exception as error:  # a config's values reach every corner of the library
-        raise ModelError(
-            f"no model can be made of this config: {_first_line(error)}",
-            where="model.config",
-            remedy="Give `model_type` and that model's own settings.",
-        ) from error
+        raise _no_model(error, "model.config") from error
+
+
+def _config(recipe: ModelRecipe) -> PretrainedConfig:
+    """The config that the recipe spells out."""
+    settings = dict(recipe.config or {})
+    try:
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except Exception as error:
+        raise _no_model(error, "model.config") from error
+
+
+def _no_model(error: Exception, field: str) -> ModelError:
+    return ModelError(
+        f"no model can be made of this config: {_first_line(error)}",
+        where=field,
+        remedy="Give `model_type` and that model's own settings.",
+    )
 
 
 def _from_source(load: Callable[[], Any], source: str, what: str, field: str) -> Any:
@@ -171,6 +218,12 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError("every parameter is frozen", where="model.freeze", remedy="Leave something to train.")
+
+
+def config_of(model: nn.Module) -> PretrainedConfig:
+    """The config of the language model, also inside adapters and models of several parts."""
+    config = next(module.config for module in model.modules() if isinstance(module, PreTrainedModel))
+    return config.get_text_config()
 
 
 def unit_modules(model: nn.Module, class_names: list[str] | None) -> list[nn.Module]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from samestep import __version__
-from samestep.cli import compare, env, init, schema, train
+from samestep.cli import compare, env, init, plan, schema, train
 from samestep.cli.options import DebugOption
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("init")(init.init)
+app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
 app.command("env")(env.env)
