@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch._subclasses import FakeTensor
@@ -26,6 +26,7 @@ CONFIG = (
     "num_attention_heads: 6, num_key_value_heads: 6, tie_word_embeddings: false}"
 )
 TOKENS = 16
+MOMENTS = ("after_step", "after_backward")
 
 
 def recipe_for(engine: str, regime: str, ranks: int, *, config: str = CONFIG, settings: tuple[str, ...] = ()) -> Recipe:
@@ -96,22 +97,23 @@ def main() -> None:
         if engine == "single" and here.size > 1:
             continue
         for regime in get_args(RegimeName):
-            recipe = recipe_for(engine, regime, here.size)
+            # DeepSpeed's own bucket of 500 million elements would hide everything else.
+            settings = ("engine.bucket_elements=1000000",) if engine.startswith("zero") else ()
+            recipe = recipe_for(engine, regime, here.size, settings=settings)
             found = measure(recipe, here)
-            plan = planned(recipe)
-            rows = [{**found, "rank": here.rank}]
+            rows = world.gather_numbers([found[moment] for moment in MOMENTS], here)
             if here.is_main:
-                _show(recipe, rows[0], plan)
+                _show(recipe, [max(row[i] for row in rows) for i in range(len(MOMENTS))])
     world.stop()
 
 
-def _show(recipe: Recipe, found: dict[str, Any], plan: memory.Estimate) -> None:
-    parameters = plan.parameters
+def _show(recipe: Recipe, measured: list[float]) -> None:
+    plan = planned(recipe)
     cells = []
-    for moment in ("after_step", "after_backward"):
-        wanted = getattr(plan, f"{moment}_bytes")
-        cells.append(f"{moment} {found[moment] / parameters:6.3f} measured {wanted / parameters:6.3f} planned")
-    print(f"{recipe.engine.name:6} {recipe.precision.regime:17} {'  '.join(cells)}", flush=True)
+    for moment, found in zip(MOMENTS, measured, strict=True):
+        wanted = getattr(plan, f"{moment}_bytes") / plan.parameters
+        cells.append(f"{moment}: measured {found / plan.parameters:6.3f}, planned {wanted:6.3f}")
+    print(f"{recipe.engine.name:6} {recipe.precision.regime:17} {'   '.join(cells)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from samestep import memory, models
 from samestep.recipe import parse
@@ -146,7 +147,8 @@ def test_cheapest() -> None:
 @pytest.mark.parametrize(("regime", "dtype"), [("full", torch.float32), ("low", torch.bfloat16)])
 def test_activations_are_what_autograd_saves(regime: str, dtype: torch.dtype) -> None:
     made = recipe(regime=regime)
-    model = models.load_model(made.model, seed=0).to(dtype)
+    model = models.load_model(made.model, seed=0)
+    nn.Module.to(model, dtype)
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,10 +45,13 @@ def sample(recipe: Recipe, model: nn.Module) -> Samples:
     folder = _folder(recipe.model)
     if folder is None:
         return Samples(weights=(), source=f"the weights of {recipe.model.path} are not on this machine")
-    found = _stored(folder, list(trainable))
-    if not found:
+    # Adapters are fresh also where the model is stored.
+    known = {name for name in trainable if "lora_" not in name}
+    found = _stored(folder, sorted(known))
+    samples = _cut(trainable, found, "the stored weights", assume=_spread(model), never_assume=known)
+    if not samples.weights:
         return Samples(weights=(), source=f"{folder} has no safetensors with the trainable weights")
-    return _cut(trainable, found, "the stored weights", assume=_spread(model))
+    return samples
 
 
 def _folder(recipe: Model) -> Path | None:
@@ -74,7 +78,7 @@ def _stored(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 def _key(name: str, tensors: dict[str, weight_files.StoredTensor]) -> str | None:
-    """The name of a parameter in the files: adapters wrap it, and some files leave out the first part."""
+    """The name of a parameter in the files: adapters wrap it, and some files leave out its first part."""
     bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return next((key for key in (bare, bare.partition(".")[2]) if key in tensors), None)
 
@@ -90,13 +94,19 @@ def _spread(model: nn.Module) -> float:
 
 
 def _cut(
-    trainable: dict[str, nn.Parameter], found: dict[str, torch.Tensor], source: str, *, assume: float | None = None
+    trainable: dict[str, nn.Parameter],
+    found: dict[str, torch.Tensor],
+    source: str,
+    *,
+    assume: float = 0.0,
+    never_assume: Collection[str] = (),
 ) -> Samples:
+    """Samples of what was found; of the rest, unless `never_assume` names it, numbers of the spread `assume`."""
     limit, weights, unknown = _limit(len(trainable)), [], 0
     for name, parameter in trainable.items():
         values = found.get(name)
         if values is None:
-            if assume is None or (found and "lora_" not in name):
+            if name in never_assume:
                 unknown += parameter.numel()
                 continue
             values = _assumed(name, parameter, assume, limit)

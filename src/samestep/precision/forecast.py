@@ -193,6 +193,7 @@ def motions(
     straight = torch.ones(PATHS, dtype=torch.float64)
     straight[1::2] = -1
     first, second, displaced, step = (torch.zeros(PATHS, dtype=torch.float64) for _ in range(4))
+    unit = torch.zeros(PATHS, dtype=torch.float64)
     found, seen, reach = [], 0, 0.0
     for horizon in horizons:
         for t in range(seen + 1, min(horizon, SIMULATED) + 1):

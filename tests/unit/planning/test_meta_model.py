@@ -58,7 +58,8 @@ def test_of_a_stored_model(folder: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("settings", [{}, {"load_dtype": "bfloat16"}, {"attention": "flash_attention_2"}])
 def test_of_a_fresh_model(settings: dict[str, Any]) -> None:
     meta = models.load_meta_model(Model(config=FRESH, tokenizer="none", **settings))
-    real = Model(config=FRESH, tokenizer="none", **{**settings, "attention": "sdpa"})
+    loadable: dict[str, Any] = settings | {"attention": "sdpa"}
+    real = Model(config=FRESH, tokenizer="none", **loadable)
     assert seen(meta) == seen(models.load_model(real, seed=0))
 
 

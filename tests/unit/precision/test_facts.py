@@ -64,7 +64,8 @@ def test_nothing_to_say(regime: str) -> None:
 @pytest.mark.parametrize("seen", [(FP16,), (BF16, FP32)], ids=str)
 def test_every_role_is_named(role: str, seen: tuple[torch.dtype, ...]) -> None:
     plan = plan_of()
-    (found,) = violations(plan, facts_of(plan, **{role: seen}), several_ranks=True)
+    changes: dict[str, Any] = {role: seen}
+    (found,) = violations(plan, facts_of(plan, **changes), several_ranks=True)
     assert found.role == found.what == role
     assert (found.planned, found.observed) == (plan.roles[role].dtypes, seen)
     assert str(found).startswith(f"{role}: planned ")
@@ -73,7 +74,8 @@ def test_every_role_is_named(role: str, seen: tuple[torch.dtype, ...]) -> None:
 @pytest.mark.parametrize("role", ["master", "compute", "gradient", "reduce", "frozen"])
 def test_what_was_not_seen_is_no_agreement(role: str) -> None:
     plan = plan_of()
-    (found,) = violations(plan, facts_of(plan, **{role: ()}), several_ranks=True)
+    changes: dict[str, Any] = {role: ()}
+    (found,) = violations(plan, facts_of(plan, **changes), several_ranks=True)
     assert str(found).endswith("observed none")
 
 

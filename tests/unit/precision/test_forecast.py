@@ -15,7 +15,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def rounding(**changes: Any) -> Rounding:
-    mixed = {"master": FP32, "compute": BF16, "update": "nearest", "cast": "nearest", "export": None}
+    mixed: dict[str, Any] = {"master": FP32, "compute": BF16, "update": "nearest", "cast": "nearest", "export": None}
     return Rounding(**({**mixed, "export_rounding": "nearest"} | changes))
 
 
