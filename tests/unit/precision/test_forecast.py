@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from samestep.precision.forecast import Rounding, Weights, forecast, motions, te
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+MIXED = Rounding(master=FP32, compute=BF16, update="nearest", cast="nearest", export=None, export_rounding="nearest")
+
+
 def rounding(**changes: Any) -> Rounding:
-    mixed: dict[str, Any] = {"master": FP32, "compute": BF16, "update": "nearest", "cast": "nearest", "export": None}
-    return Rounding(**({**mixed, "export_rounding": "nearest"} | changes))
+    return replace(MIXED, **changes)
 
 
 LOW = rounding(master=BF16)
-MIXED = rounding()
 
 
 def tensor(values: torch.Tensor, name: str = "layers.0.mlp.up_proj.weight", numel: int | None = None) -> Weights:

@@ -41,9 +41,9 @@ def trained(lr: float) -> tuple[list[Weights], dict[int, tuple[float, float]]]:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
     named = dict(model.named_parameters())
     loaded = [
-        Weights(name=n, numel=p.numel(), dimensions=p.dim(), values=p.detach().flatten()) for n, p in named.items()
+        Weights(name=name, numel=p.numel(), dimensions=p.dim(), values=p.detach().flatten().clone())
+        for name, p in named.items()
     ]
-    loaded = [Weights(**{**vars(w), "values": w.values.clone()}) for w in loaded]
     start = [w.values for w in loaded]
     masters = [p.detach().float().requires_grad_() for p in named.values()]
     optimizer = torch.optim.AdamW(masters, lr=lr, weight_decay=0.0)
