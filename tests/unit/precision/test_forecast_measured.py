@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.skipif(not MODEL.is_dir() or not ROWS.is_file(), reason
 
 def batches(size: int) -> list[torch.Tensor]:
     """Token ids [8, size], a new batch for every step."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()[:400]]
     ids = [i for row in rows for i in tokenizer(f"{row['instruction']}\n{row['output']}")["input_ids"]]
     return list(torch.tensor(ids[: STEPS * 8 * size]).reshape(STEPS, 8, size))
