@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from samestep.precision import forecast as forecasts
-from samestep.precision.forecast import Rounding, Weights, forecast, motions, tensor_class
+from samestep.precision.forecast import PATHS, Rounding, Weights, forecast, motions, spread_of, tensor_class
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -132,7 +132,7 @@ def test_horizons_end_with_the_run() -> None:
 
 
 def test_the_first_step_is_the_learning_rate() -> None:
-    (motion,) = motions([0.3], [1], betas=(0.9, 0.999), persistence=0.2)
+    (motion,) = motions([0.3], [1], betas=(0.9, 0.999), persistence=torch.full((PATHS,), 0.2, dtype=torch.float64))
     assert motion.before.abs().max() == 0
     torch.testing.assert_close(motion.step.abs(), torch.full_like(motion.step, 0.3))
 
@@ -140,7 +140,7 @@ def test_the_first_step_is_the_learning_rate() -> None:
 @pytest.mark.parametrize("steps", [12, 1500])
 def test_gradients_that_persist_make_a_straight_line(steps: int) -> None:
     lrs = [1 / n for n in range(1, steps + 1)]
-    (motion,) = motions(lrs, [steps], betas=(0.9, 0.999), persistence=1.0)
+    (motion,) = motions(lrs, [steps], betas=(0.9, 0.999), persistence=torch.full((PATHS,), 1.0, dtype=torch.float64))
     torch.testing.assert_close(motion.before.abs(), torch.full_like(motion.before, math.fsum(lrs[:-1])))
     torch.testing.assert_close(motion.step.abs(), torch.full_like(motion.step, lrs[-1]))
     assert motion.before.sum().item() == pytest.approx(0.0, abs=1e-6)
@@ -157,7 +157,9 @@ def test_motion_is_that_of_torchs_adamw(persistence: float) -> None:
     for _ in range(steps - 1):
         weights.grad = torch.randn(20_000, generator=random, dtype=torch.float64) * noise + persistence
         optimizer.step()
-    (motion,) = motions([0.01] * steps, [steps], betas=(0.8, 0.99), persistence=persistence)
+    (motion,) = motions(
+        [0.01] * steps, [steps], betas=(0.8, 0.99), persistence=torch.full((PATHS,), persistence, dtype=torch.float64)
+    )
     upward = torch.ones_like(motion.before)
     upward[1::2] = -1
     assert (motion.before * upward).mean().item() == pytest.approx(-weights.mean().item(), abs=0.004)
@@ -169,9 +171,20 @@ def test_beyond_the_simulated_steps_the_walk_goes_on(monkeypatch: pytest.MonkeyP
     spreads = []
     for simulated in (steps, 200):
         monkeypatch.setattr(forecasts, "SIMULATED", simulated)
-        (motion,) = motions([1.0] * steps, [steps], betas=(0.9, 0.999), persistence=0.1)
+        (motion,) = motions(
+            [1.0] * steps, [steps], betas=(0.9, 0.999), persistence=torch.full((PATHS,), 0.1, dtype=torch.float64)
+        )
         spreads.append(motion.before.std().item())
     assert spreads[1] == pytest.approx(spreads[0], rel=0.06)
+
+
+def test_persistence_is_spread_exponentially() -> None:
+    found = spread_of(0.2)
+    assert found.mean().item() == pytest.approx(0.2, rel=0.02)
+    # Half of an exponential distribution lies below mean * ln 2, and exp(-1 / mean) of it beyond 1.
+    assert found.median().item() == pytest.approx(0.2 * math.log(2), rel=0.01)
+    assert (found == 1).double().mean().item() == pytest.approx(math.exp(-5), abs=1e-3)
+    assert torch.equal(found[::2], found[1::2])
 
 
 def test_equal_arguments_give_equal_forecasts() -> None:

@@ -74,5 +74,5 @@ def test_forecast_is_near_what_happens(lr: float) -> None:
     for shares in forecast(loaded, [lr] * STEPS, MIXED).after:
         unseen, unchanged = measured[shares.steps]
         first = shares.steps == 1
-        assert shares.unseen == pytest.approx(unseen, abs=0.02 if first else 0.06)
-        assert shares.copy_unchanged == pytest.approx(unchanged, abs=0.02 if first else 0.12)
+        assert shares.unseen == pytest.approx(unseen, abs=0.02 if first else 0.05)
+        assert shares.copy_unchanged == pytest.approx(unchanged, abs=0.02 if first else 0.08)
