@@ -43,7 +43,11 @@ def train(
     if world.launched():
         if world.launched_rank() == 0:
             folder.prepare(out, overwrite=overwrite)
-        return run(request)
+        try:
+            return run(request)
+        finally:
+            # A rank that ends with its connections open can be aborted by those that ended before it.
+            world.stop()
     folder.prepare(out, overwrite=overwrite)
     if recipe.engine.name == "single":
         return run(request)
