@@ -25,6 +25,13 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"model.load_dtype": "bfloat16"},
     "bf16 to fp32": {"model.load_dtype": "bfloat16", "precision.export_dtype": "float32"},
     "fp32 with frozen weights": {"model.freeze": ["model.layers.0.*", "model.norm.*"]},
+    "trained in fp32": {"model.load_dtype": "bfloat16", "precision.regime": "full", "data.held_out": 3},
+    "stochastic": {
+        "model.load_dtype": "bfloat16",
+        "precision.regime": "mixed-stochastic",
+        "train.optimizer": {"lr": 1e-4},
+        "data.held_out": 3,
+    },
     "lora": {"model.lora": {"rank": 2, "alpha": 6.0, "target_modules": ["q_proj", "down_proj"]}},
 }
 Export = Callable[[str, str], Path]
@@ -157,6 +164,37 @@ def test_the_weights_are_the_masters_in_the_dtype_asked_for(export: Export, engi
     for name, master in masters.items():
         assert master.dtype == torch.float32
         assert torch.equal(exported[name], master.to(exported[name].dtype)), name
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", ["trained in fp32", "stochastic"])
+def test_the_exported_loss_is_that_of_the_exported_model(
+    export: Export, source: Path, ranks: RankPools, tmp_path: Path, engine: str, case: str
+) -> None:
+    """Against a second run that starts from the export and evaluates it before its first step."""
+    first = json.loads((export(engine, case) / "summary.json").read_text())
+    content = recipe(source, "single", case)
+    content["model"] |= {"path": str(export(engine, case) / "export"), "load_dtype": "stored"}
+    ranks.run(1, run_jobs.train, recipe=content, out=str(tmp_path))
+    second = json.loads((tmp_path / "summary.json").read_text())
+    assert first["export"]["exported_loss"] == second["evaluations"][0]["loss"]
+    assert first["export"]["trained_loss"] == first["evaluations"][-1]["loss"]
+    if case == "trained in fp32":
+        assert first["export"]["exported_loss"] != first["export"]["trained_loss"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_dropped_share_counts_weights_that_were_exported_as_loaded(
+    export: Export, source: Path, engine: str
+) -> None:
+    folder = export(engine, "trained in fp32")
+    masters, exported = load_file(folder / "masters.safetensors"), load_file(weights_file(folder, "bf16"))
+    loaded = {name: p.detach().bfloat16() for name, p in make_model().named_parameters()}
+    moved = sum(int((masters[name] != loaded[name].float()).sum()) for name in masters)
+    dropped = sum(int(((masters[n] != loaded[n].float()) & (exported[n] == loaded[n])).sum()) for n in masters)
+    assert 0 < dropped < moved
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["export"]["dropped_share"] == dropped / moved
 
 
 def test_the_tokenizer_comes_along(export: Export) -> None:

@@ -49,6 +49,7 @@ def step_of(masters: dict[str, torch.Tensor], **changes: object) -> Step:
         loss_scale=None,
         lost_update_share=None,
         unseen_update_share=None,
+        never_moved=(),
         digests={name: digest_of(tensor) for name, tensor in masters.items()},
     )
     return replace(usual, **changes)  # type: ignore[arg-type]

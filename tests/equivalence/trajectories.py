@@ -33,6 +33,7 @@ class Step:
     loss_scale: float | None
     lost_update_share: float | None
     unseen_update_share: float | None
+    never_moved: tuple[str, ...]
     digests: dict[str, int]
 
 
@@ -142,8 +143,9 @@ def _step(stepper: Stepper, loader: Loader, recipe: Recipe, index: int, measure:
         skipped=outcome.skipped,
         lr=lr,
         loss_scale=scale,
-        lost_update_share=outcome.lost_update_share,
-        unseen_update_share=outcome.unseen_update_share,
+        lost_update_share=outcome.shares.lost if outcome.shares else None,
+        unseen_update_share=outcome.shares.unseen if outcome.shares else None,
+        never_moved=outcome.shares.never_moved if outcome.shares else (),
         digests=_digests(stepper.engine),
     )
     return step, outcome.facts
@@ -254,6 +256,7 @@ _QUANTITIES = (
     "loss_scale",
     "lost_update_share",
     "unseen_update_share",
+    "never_moved",
 )
 
 

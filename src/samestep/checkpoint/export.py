@@ -7,7 +7,7 @@ buffers, ties and the dtype of every tensor are what they were when loaded, what
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -29,12 +29,13 @@ def gather_weights(
     into: dict[str, torch.Tensor],
     random: Callable[[str], Stream] | None = None,
     masters: Path | None = None,
+    counted: Callable[[str, torch.Tensor], None] | None = None,
 ) -> str | None:
     """Copies every trained master over the tensor of its name in `into` (main rank), in that tensor's dtype.
 
     Rounds to nearest, or with `random`, which gives a parameter's stream by its name, stochastically to bf16. With
-    `masters`, also writes them as they are to that safetensors file. Returns the sha256 of all names and masters (main
-    rank), equal for equal weights.
+    `masters`, also writes them as they are to that safetensors file. `counted` is called with every name and master
+    after that. Returns the sha256 of all names and masters (main rank), equal for equal weights.
     """
     digest = hashlib.sha256()
     kept: dict[str, torch.Tensor] = {}
@@ -44,7 +45,9 @@ def gather_weights(
         digest.update(name.encode())
         digest.update(whole.contiguous().view(torch.uint8).numpy().tobytes())
         if name in into:
-            _round_into(into[name], whole, random(name) if random else None)
+            round_into(into[name], whole, random(name) if random else None)
+            if counted is not None:
+                counted(name, whole)
         if masters is not None:
             kept[name] = whole
     if world.is_main and masters is not None:
@@ -52,11 +55,24 @@ def gather_weights(
     return digest.hexdigest() if world.is_main else None
 
 
-def _round_into(target: torch.Tensor, master: torch.Tensor, random: Stream | None) -> None:
+def round_into(target: torch.Tensor, master: torch.Tensor, random: Stream | None, *, start: int = 0) -> None:
+    """Writes a master over a tensor of the same shape, as an export does: to nearest, or to bf16 with a stream of
+    random numbers stochastically. `start` is the index of the first element in its parameter."""
     if random is not None and target.dtype == torch.bfloat16 and master.dtype == torch.float32:
-        target.copy_(stochastic_to_bfloat16(master.reshape(-1), random, start=0).view_as(master))
+        target.copy_(stochastic_to_bfloat16(master.reshape(-1), random, start=start).view_as(master))
     else:
         target.copy_(master)
+
+
+def keep_what_is_exported(
+    engine: Engine, dtypes: Mapping[str, torch.dtype], random: Callable[[str], Stream] | None
+) -> None:
+    """Rounds this rank's masters to what an export has of them, to see how the exported model does. No way back."""
+    for shard in engine.masters():
+        exported = torch.empty_like(shard.values, dtype=dtypes[shard.name])
+        round_into(exported, shard.values, random(shard.name) if random else None, start=shard.start)
+        shard.values.copy_(exported)
+    engine.refresh()
 
 
 def cast_for_export(model: nn.Module, dtype: str) -> None:

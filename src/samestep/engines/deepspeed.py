@@ -78,6 +78,7 @@ class DeepSpeedEngine:
             # scaled up instead would reach into another range of fp16.
             self._zero._gradient_averaging_world_size = lambda *_: 1
         self._slices = list(self._layout({id(p): name for name, p in named.items()}))
+        self._by_name = {s.name: s for s in self._slices}
         for shard in self.masters():
             if shard.name in originals:
                 whole = originals[shard.name].reshape(-1)
@@ -140,15 +141,13 @@ class DeepSpeedEngine:
         ]
 
     def moments(self, name: str) -> dict[str, torch.Tensor]:
-        for s in self._slices:
-            if s.name == name:
-                state = self._zero.optimizer.state.get(self._partition(s.group), {})
-                return {
-                    key: value.view(-1)[_range(s)] if value.dim() else value
-                    for key, value in state.items()
-                    if torch.is_tensor(value)
-                }
-        return {}
+        s = self._by_name[name]
+        state = self._zero.optimizer.state.get(self._partition(s.group), {})
+        return {
+            key: value.view(-1)[_range(s)] if value.dim() else value
+            for key, value in state.items()
+            if torch.is_tensor(value)
+        }
 
     def apply(self, lr: float) -> None:
         set_lr(self._zero.optimizer, lr)
@@ -168,10 +167,7 @@ class DeepSpeedEngine:
                 self._round_group(group, zero.fp16_partitioned_groups_flat[group])
 
             zero._reassign_or_swap_out_partitioned_parameters = rounded_reassign
-            for group in range(len(zero.fp16_groups)):
-                rounded_reassign(group)
-            if zero.persistent_parameters:
-                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+            self.refresh()
             return
         module: Any = sys.modules[type(zero).__module__]
         gather = module.all_gather_dp_groups
@@ -186,7 +182,17 @@ class DeepSpeedEngine:
 
         module.all_gather_dp_groups = rounded_gather
         self._restore = lambda: setattr(module, "all_gather_dp_groups", gather)
-        zero.update_lp_params()
+        self.refresh()
+
+    def refresh(self) -> None:
+        zero = self._zero
+        if self.stage < 3:
+            zero.update_lp_params()
+            return
+        for group in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def _low_partitions(self) -> list[list[torch.Tensor]]:
         if self._is_bf16_optimizer:

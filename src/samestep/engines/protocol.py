@@ -91,6 +91,10 @@ class Engine(Protocol):
         """Drops the gradient of this step without an update. The gradient is non-finite then."""
         ...
 
+    def refresh(self) -> None:
+        """Has the next forward pass use what was written into `masters()`."""
+        ...
+
     def close(self) -> None:
         """Frees what the engine holds outside of Python objects."""
         ...

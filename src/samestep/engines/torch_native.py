@@ -177,6 +177,11 @@ class TorchEngine:
             parameter.grad = None
             local.grad = None
 
+    def refresh(self) -> None:
+        # A unit that stayed gathered after a forward pass would be used again as it is.
+        for module in _sharded(self.model):
+            module.reshard()
+
     def close(self) -> None:
         pass
 

@@ -4,5 +4,15 @@ of the optimizer step."""
 from samestep.optim.builders import OptimizerFactory, factory, is_decayed, set_lr
 from samestep.optim.low_precision import LowPrecisionAdamW, Piece
 from samestep.optim.schedules import lr_at
+from samestep.optim.updates import wanted_update
 
-__all__ = ["LowPrecisionAdamW", "OptimizerFactory", "Piece", "factory", "is_decayed", "lr_at", "set_lr"]
+__all__ = [
+    "LowPrecisionAdamW",
+    "OptimizerFactory",
+    "Piece",
+    "factory",
+    "is_decayed",
+    "lr_at",
+    "set_lr",
+    "wanted_update",
+]

@@ -2,16 +2,20 @@
 
 *Lost*: the optimizer wanted to move a weight and the master stayed where it was. *Unseen*: the master (or the
 compensation that belongs to it) moved, but the low-precision copy that the forward pass uses is still the same.
+
+Counting tells how often; the *length* tells how much: the part of the wanted update, measured along its own direction,
+that did not arrive. An update that arrives whole, or on average as stochastic rounding does, has 0 of its length lost;
+one that vanishes has 1; rounding up a little more than was wanted gives less than 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
-_SAMPLES = 65_536
+_SAMPLES = 16_384
 
 
 def sample(values: torch.Tensor, *, start: int, numel: int) -> torch.Tensor:
@@ -35,65 +39,63 @@ def forecast_lost(weights: torch.Tensor, lr: float) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Elements looked at on this rank: updates that were wanted, lost among them, unseen among them."""
+    """Sums over the sampled elements of this rank: updates that were wanted, lost and unseen among them, and scalar
+    products of the wanted update with itself, with what arrived in the master and with what the forward pass sees."""
 
-    wanted: int
-    lost: int
-    unseen: int
+    wanted: float
+    lost: float
+    unseen: float
+    wanted_squared: float
+    arrived: float
+    seen: float
+
+    @staticmethod
+    def total(rows: Sequence[Sequence[float]]) -> Counts:
+        """The counts of all ranks together, from each rank's `numbers`."""
+        sums = [sum(row[i] for row in rows) for i in range(len(fields(Counts)))]
+        return Counts(**dict(zip((f.name for f in fields(Counts)), sums, strict=True)))
+
+    @property
+    def numbers(self) -> list[float]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+    def share(self, of: str) -> float:
+        """The share of the wanted updates that are `of`: lost or unseen."""
+        return getattr(self, of) / self.wanted if self.wanted else 0.0
+
+    def length(self, of: str) -> float:
+        """The share of the wanted update's length that did not become `of`: arrived or seen."""
+        return 1 - getattr(self, of) / self.wanted_squared if self.wanted_squared else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """One sampled shard before a step: `values` is a live view, `wanted` marks where an update is due."""
-
-    values: torch.Tensor
-    before: torch.Tensor
-    wanted: torch.Tensor
-    compensation: torch.Tensor | None
-    compensation_before: torch.Tensor | None
-
-    def moved(self) -> torch.Tensor:
-        """Where the step changed the weight, or the rounding error that is carried along with it."""
-        moved = self.values != self.before
-        if self.compensation is not None:
-            moved |= self.compensation != self.compensation_before
-        return moved
-
-
-def watch(
-    values: torch.Tensor,
-    gradient: torch.Tensor,
-    moments: Sequence[torch.Tensor],
+def count(
+    wanted: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    compute: torch.dtype,
     *,
-    decayed: bool,
-    compensation: torch.Tensor | None = None,
-) -> Watched:
-    """Remembers sampled weights before a step. All arguments are samples of one shard [n].
+    compensation: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Counts:
+    """Compares sampled masters [n] before and after a step with the update that was wanted (fp64 [n]).
 
-    An update is wanted where the gradient, a moment or, with weight decay, the weight itself is not zero.
+    `compute` is the dtype of the forward pass's copy, which is rounded to nearest. `compensation` is what the optimizer
+    carries along with the masters, before and after the step.
     """
-    wanted = gradient != 0
-    for moment in moments:
-        wanted |= moment != 0
-    if decayed:
-        wanted |= values != 0
-    return Watched(
-        values=values,
-        before=values.clone(),
-        wanted=wanted,
-        compensation=compensation,
-        compensation_before=None if compensation is None else compensation.clone(),
+    arrived = after.double() - before.double()
+    moved = after != before
+    seen = arrived
+    if compensation is not None:
+        old, new = compensation
+        arrived = arrived + (new.double() - old.double())
+        moved = moved | (new != old)
+    elif after.dtype.itemsize > compute.itemsize:
+        seen = after.to(compute).double() - before.to(compute).double()
+    due = wanted != 0
+    return Counts(
+        wanted=int(due.sum()),
+        lost=int((due & ~moved).sum()),
+        unseen=int((due & moved & (seen == 0)).sum()),
+        wanted_squared=float(wanted.dot(wanted)),
+        arrived=float(wanted.dot(arrived)),
+        seen=float(wanted.dot(seen)),
     )
-
-
-def count(watched: Sequence[Watched], compute: torch.dtype) -> Counts:
-    """Compares the watched weights with what they were. `compute` is the dtype of the forward pass's copy."""
-    wanted = lost = unseen = 0
-    for shard in watched:
-        moved = shard.moved()
-        wanted += int(shard.wanted.sum())
-        lost += int((shard.wanted & ~moved).sum())
-        if shard.compensation is not None or shard.values.dtype.itemsize > compute.itemsize:
-            same_copy = shard.values.to(compute) == shard.before.to(compute)
-            unseen += int((shard.wanted & moved & same_copy).sum())
-    return Counts(wanted=wanted, lost=lost, unseen=unseen)

@@ -49,8 +49,9 @@ class Display:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        lost = "" if record.lost_update_share is None else f"  lost updates {record.lost_update_share:.0%}"
-        text = f"loss {_shown(record.loss)}  grad norm {_shown(record.grad_norm)}  lr {record.lr:.3g}{lost}"
+        text = (
+            f"loss {_shown(record.loss)}  grad norm {_shown(record.grad_norm)}  lr {record.lr:.3g}{_vanishing(record)}"
+        )
         if self._progress:
             self._progress.update(self._task, completed=record.step, description=text)
         elif record.step % self._every == 0 or record.step == self._steps:
@@ -63,3 +64,13 @@ class Display:
 
 def _shown(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
+
+
+def _vanishing(record: StepRecord) -> str:
+    """Updates that came to nothing, where they were measured."""
+    text = "" if record.lost_update_share is None else f"  lost updates {record.lost_update_share:.0%}"
+    if record.unseen_update_share:
+        text += f"  unseen {record.unseen_update_share:.0%}"
+    if record.tensors_never_moved:
+        text += f"  tensors that never moved {record.tensors_never_moved}"
+    return text

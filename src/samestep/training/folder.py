@@ -56,6 +56,9 @@ class StepRecord:
     peak_memory_bytes: int
     lost_update_share: float | None
     unseen_update_share: float | None
+    lost_update_length: float | None
+    unseen_update_length: float | None
+    tensors_never_moved: int | None
     loss_scale: float | None
     skipped: bool
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from samestep import models, world
-from samestep.checkpoint.export import cast_for_export, gather_weights, write_export
+from samestep.checkpoint.dropped import Dropped
+from samestep.checkpoint.export import cast_for_export, gather_weights, keep_what_is_exported, write_export
 from samestep.data import GlobalStep, prepare
+from samestep.dtypes import DTYPES
 from samestep.engines import build
 from samestep.errors import RunError, VerificationError
 from samestep.optim import lr_at
@@ -25,6 +27,7 @@ from samestep.rounding import Stream, stream
 from samestep.training import folder, machine, report, setup
 from samestep.training.display import Display
 from samestep.training.guard import refuse_lost_updates
+from samestep.training.monitor import Shares
 from samestep.training.signals import stop_requests
 from samestep.training.steps import StepOutcome, Stepper
 from samestep.training.trackers import open_trackers
@@ -80,6 +83,7 @@ class _Run:
         self.facts: Facts | None = None
         self.first: folder.StepRecord | None = None
         self.last: folder.StepRecord | None = None
+        self.shares: Shares | None = None
         self.evaluations: list[dict[str, Any]] = []
 
     def go(self, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
@@ -192,6 +196,7 @@ class _Run:
         seconds = time.perf_counter() - began
         self._verify(outcome)
         record = _record(outcome, data, step=step, lr=lr, loss_scale=scale, seconds=seconds, here=self.world)
+        self.shares = outcome.shares or self.shares
         self.first = self.first or record
         self.last = record
         return outcome, record
@@ -230,33 +235,66 @@ class _Run:
     def _finish(self, status: str) -> dict[str, Any] | None:
         """Exports and sums up."""
         self.display.close()
-        model = None
+        model, dropped = None, Dropped()
+        loaded: dict[str, torch.Tensor] = {}
         if self.world.is_main and self.recipe.train.export:
             model = models.load_model(self.recipe.model, seed=self.recipe.train.seed)
+            loaded = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
             cast_for_export(model, self.recipe.precision.export_dtype)
         into = {name: p.data for name, p in model.named_parameters()} if model is not None else {}
-        masters = self.out / "masters.safetensors" if self.keep_masters else None
-        random = self._export_stream if self.recipe.precision.export_rounding == "stochastic" else None
-        digest = gather_weights(self.engine, self.world, into=into, random=random, masters=masters)
-        if not self.world.is_main:
-            return None
+        digest = gather_weights(
+            self.engine,
+            self.world,
+            into=into,
+            random=self._export_random,
+            masters=self.out / "masters.safetensors" if self.keep_masters else None,
+            counted=lambda name, whole: dropped.add(loaded=loaded.pop(name), trained=whole, exported=into[name]),
+        )
         if model is not None:
             folder.write_folder(self.out / "export", partial(write_export, model, self.tokenizer))
+        losses = self._exported_losses() if status == "completed" else {}
+        if not self.world.is_main:
+            return None
+        export = dropped.described() | losses if model is not None else None
+        return self._sum_up(status, digest, export)
+
+    def _exported_losses(self) -> dict[str, float | None]:
+        """The held-out loss of the trained weights and of what the export has of them, where the two differ. The last
+        thing that is done with the engine: its masters are rounded for it."""
+        dtype = self.recipe.precision.export_dtype
+        dtypes = {p.name: p.loaded if dtype == "loaded" else DTYPES[dtype] for p in self.plan.trainable}
+        rounds = any(d.itemsize < self.plan.master.itemsize for d in dtypes.values())
+        if self.held_out is None or not self.recipe.train.export or not rounds:
+            return {}
+        keep_what_is_exported(self.engine, dtypes, self._export_random)
+        exported = self.stepper.evaluate(self.held_out)
+        return {"trained_loss": self.evaluations[-1]["loss"], "exported_loss": folder.finite(exported)}
+
+    def _sum_up(self, status: str, digest: str | None, export: dict[str, Any] | None) -> dict[str, Any]:
         summary = report.summary(
             self.recipe,
             status=status,
             first=self.first,
             last=self.last,
             evaluations=self.evaluations,
+            shares=self.shares,
+            export=export,
             weights_sha256=digest,
             out=self.out,
             seconds=time.time() - self.started,
             device=self.world.device.type,
         )
         folder.write_json(self.out / "summary.json", summary)
+        for sentence in report.vanished_sentences(self.recipe, self.plan, self.shares, export):
+            self.display.say(sentence)
         done = "done" if status == "completed" else "stopped as asked"
         self.display.say(f"{done} after {summary['steps']} steps: {self.out}")
         return summary
+
+    @property
+    def _export_random(self) -> Callable[[str], Stream] | None:
+        """A parameter's random numbers for a stochastic export; None when it rounds to nearest."""
+        return self._export_stream if self.recipe.precision.export_rounding == "stochastic" else None
 
     def _export_stream(self, name: str) -> Stream:
         return stream(self.recipe.train.seed, self.last.step if self.last else 0, name, "export")
@@ -278,6 +316,7 @@ def _record(
     seconds: float,
     here: World,
 ) -> folder.StepRecord:
+    shares = outcome.shares
     return folder.StepRecord(
         step=step,
         epoch=data.epoch,
@@ -291,8 +330,11 @@ def _record(
         tokens_per_second_per_device=data.tokens / seconds / here.size,
         mfu=None,
         peak_memory_bytes=machine.peak_memory(here.device),
-        lost_update_share=outcome.lost_update_share,
-        unseen_update_share=outcome.unseen_update_share,
+        lost_update_share=shares.lost if shares else None,
+        unseen_update_share=shares.unseen if shares else None,
+        lost_update_length=shares.lost_length if shares else None,
+        unseen_update_length=shares.unseen_length if shares else None,
+        tensors_never_moved=len(shares.never_moved) if shares else None,
         loss_scale=loss_scale,
         skipped=outcome.skipped,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from samestep.precision.facts import Facts, Violation
 from samestep.precision.plan import Plan, described
 from samestep.recipe.schema import Recipe
 from samestep.training import folder, machine
+from samestep.training.monitor import Shares
 
 
 def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
@@ -43,6 +45,22 @@ def write_precision(
     folder.write_json(path, content)
 
 
+def vanished_sentences(recipe: Recipe, plan: Plan, shares: Shares | None, export: dict[str, Any] | None) -> list[str]:
+    """What never moved and what the export drops, for people; nothing where nothing vanished."""
+    sentences = []
+    if shares is not None and shares.never_moved:
+        shown = ", ".join(shares.never_moved[:3]) + (" and others" if len(shares.never_moved) > 3 else "")
+        sentences.append(f"{len(shares.never_moved)} of {len(plan.trainable)} tensors never moved: {shown}.")
+    if export is not None and export["dropped_share"] > 0:
+        rounding = recipe.precision.export_rounding
+        text = f"The export (rounding: {rounding}) drops {export['dropped_share']:.1%} of the changes, "
+        text += f"{max(0.0, export['dropped_length']):.1%} of their length"
+        if export.get("exported_loss") is not None:
+            text += f"; held-out loss {export['trained_loss']:.4f} trained, {export['exported_loss']:.4f} exported"
+        sentences.append(text + ".")
+    return sentences
+
+
 def summary(
     recipe: Recipe,
     *,
@@ -50,12 +68,15 @@ def summary(
     first: folder.StepRecord | None,
     last: folder.StepRecord | None,
     evaluations: list[dict[str, Any]],
+    shares: Shares | None,
+    export: dict[str, Any] | None,
     weights_sha256: str | None,
     out: Path,
     seconds: float,
     device: str,
 ) -> dict[str, Any]:
-    """The run's last word. `status` is completed or interrupted; `seconds` is wall-clock, everything included."""
+    """The run's last word. `status` is completed or interrupted; `seconds` is wall-clock, everything included; `shares`
+    are the last that were measured, `export` what the exported weights lack of the trained ones."""
     return {
         "name": recipe.name,
         "status": status,
@@ -67,6 +88,8 @@ def summary(
         "first_loss": first.loss if first else None,
         "last_loss": last.loss if last else None,
         "evaluations": evaluations,
+        "updates": asdict(shares) if shares else None,
+        "export": export,
         "weights_sha256": weights_sha256,
         "run": str(out),
         "seconds": seconds,

@@ -13,12 +13,11 @@ from samestep import models
 from samestep.data import Batch, GlobalStep, Loader
 from samestep.engines import gradients
 from samestep.engines.protocol import Engine
-from samestep.optim import is_decayed
-from samestep.precision import lost_updates
 from samestep.precision.facts import ComputeObserver, Facts, observe
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
 from samestep.training.loss_scale import DynamicScale
+from samestep.training.monitor import Monitor, Shares
 from samestep.world import World, gather_numbers
 
 
@@ -34,13 +33,12 @@ class StepOutcome:
     grad_norm_clipped: float
     skipped: bool
     should_stop: bool
-    lost_update_share: float | None
-    unseen_update_share: float | None
+    shares: Shares | None
     facts: Facts | None
 
 
 class Stepper:
-    """Takes optimizer steps with one engine. Holds the loss scale, nothing else that changes."""
+    """Takes optimizer steps with one engine. Holds the loss scale and what the monitor remembers, nothing else."""
 
     def __init__(self, engine: Engine, recipe: Recipe, world: World, plan: Plan) -> None:
         self.engine = engine
@@ -48,6 +46,7 @@ class Stepper:
         self._recipe = recipe
         self._world = world
         self._plan = plan
+        self._monitor = Monitor(engine, recipe, plan, world)
 
     def step(self, data: GlobalStep, *, index: int, lr: float, measure: bool, stop: bool, facts: bool) -> StepOutcome:
         """One optimizer step on `data`. `index` counts from 0. Nothing is updated when the loss or the gradient is not
@@ -59,7 +58,7 @@ class Stepper:
         reduced = self.engine.gradients()
         scale = self.scale.value if self.scale else 1.0
         norm = gradients.global_norm(reduced, self.engine.replica, self._world) / scale
-        shares: tuple[float | None, float | None] = (None, None)
+        shares = None
         clipped = norm
         gradient_dtypes = {g.dtype for g in reduced}
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
@@ -70,10 +69,10 @@ class Stepper:
             gradients.scale_(reduced, factor / scale)
             if factor != 1.0:
                 clipped = gradients.global_norm(reduced, self.engine.replica, self._world)
-            watched = self._watch(reduced) if measure else None
+            before = self._monitor.before(reduced) if measure else None
             self.engine.apply(lr)
-            if watched is not None:
-                shares = self._shares(watched)
+            if before is not None:
+                shares = self._monitor.after(before, lr=lr)
         found = None
         if observer is not None and not skipped:
             found = self._observe(observer, gradient_dtypes, logits)
@@ -83,8 +82,7 @@ class Stepper:
             grad_norm_clipped=clipped,
             skipped=skipped,
             should_stop=should_stop,
-            lost_update_share=shares[0],
-            unseen_update_share=shares[1],
+            shares=shares,
             facts=found,
         )
 
@@ -107,38 +105,6 @@ class Stepper:
     def _loss_sum(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return models.loss_sum(
             self.engine.model, on_device(batch, self._world.device), attention=self._recipe.model.attention
-        )
-
-    def _watch(self, reduced: list[torch.Tensor]) -> list[lost_updates.Watched]:
-        optimizer = self._recipe.train.optimizer
-        watched = []
-        for shard, gradient in zip(self.engine.masters(), reduced, strict=True):
-            numel = torch.Size(shard.shape).numel()
-            state = {
-                name: lost_updates.sample(moment.view(-1), start=shard.start, numel=numel)
-                for name, moment in self.engine.moments(shard.name).items()
-                if name != "step"
-            }
-            watched.append(
-                lost_updates.watch(
-                    lost_updates.sample(shard.values, start=shard.start, numel=numel),
-                    lost_updates.sample(gradient, start=shard.start, numel=numel),
-                    [moment for name, moment in state.items() if name != "compensation"],
-                    decayed=optimizer.weight_decay > 0 and is_decayed(shard.name, optimizer),
-                    compensation=state.get("compensation"),
-                )
-            )
-        return watched
-
-    def _shares(self, watched: list[lost_updates.Watched]) -> tuple[float | None, float | None]:
-        """Shares of lost and of unseen updates. None where rounding is stochastic: in expectation nothing vanishes."""
-        counts = lost_updates.count(watched, self._plan.compute)
-        rows = gather_numbers([counts.wanted, counts.lost, counts.unseen], self._world)
-        wanted, lost, unseen = (sum(row[i] for row in rows) for i in range(3))
-        lost_share, unseen_share = (lost / wanted, unseen / wanted) if wanted else (0.0, 0.0)
-        return (
-            None if self._plan.update == "stochastic" else lost_share,
-            None if self._plan.cast == "stochastic" else unseen_share,
         )
 
     def _observe(self, observer: ComputeObserver, gradient_dtypes: set[torch.dtype], logits: torch.dtype) -> Facts:

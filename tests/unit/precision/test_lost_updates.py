@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
-from samestep.precision import lost_updates
-from samestep.precision.lost_updates import Counts, count, forecast_lost, sample, watch
+from samestep.precision.lost_updates import Counts, count, forecast_lost, sample
+from samestep.rounding import stochastic_to_bfloat16, stream
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -41,13 +42,13 @@ def test_a_forecast_of_nothing() -> None:
     assert forecast_lost(torch.empty(0, dtype=BF16), 1e-3) == (0, 0)
 
 
-@pytest.mark.parametrize("numel", [1, 65_536, 65_537, 200_001, 400_000])
+@pytest.mark.parametrize("numel", [1, 16_384, 16_385, 200_001, 400_000])
 def test_samples_do_not_depend_on_the_cut(numel: int) -> None:
     """However many ranks share a parameter, together they sample what one rank alone does."""
     values = torch.arange(numel)
     whole = sample(values, start=0, numel=numel)
-    assert whole.numel() <= 65_536
-    assert whole.numel() >= min(numel, 65_536 // 2)
+    assert whole.numel() <= 16_384
+    assert whole.numel() >= min(numel, 16_384 // 2)
     for cuts in ([numel // 2], [1, 2, 3, numel // 3, numel - 1], [0, numel]):
         bounds = [0, *sorted(max(0, min(cut, numel)) for cut in cuts), numel]
         parts = [sample(values[low:high], start=low, numel=numel) for low, high in itertools.pairwise(bounds)]
@@ -61,82 +62,83 @@ def test_a_sample_is_a_live_view() -> None:
     assert bool((sampled == 3.0).all())
 
 
-def watched(values: torch.Tensor, gradient: list[float], **options: object) -> lost_updates.Watched:
-    settings = {"moments": [], "decayed": False} | options
-    return watch(values, torch.tensor(gradient), **settings)  # type: ignore[arg-type]
+def counted(before: list[float], after: list[float], wanted: list[float], dtype: torch.dtype, **others: Any) -> Counts:
+    held = others.pop("held", FP32)
+    due = torch.tensor(wanted, dtype=torch.float64)
+    return count(due, torch.tensor(before, dtype=held), torch.tensor(after, dtype=held), dtype, **others)
+
+
+def numbers(counts: Counts) -> tuple[float, float, float]:
+    return counts.wanted, counts.lost, counts.unseen
 
 
 def test_counts_by_hand() -> None:
     """fp32 masters: the first is lost, the second unseen (1 + 1e-3 is 1 in bf16), the third seen, the fourth was not
     to move and did not."""
-    values = torch.ones(4)
-    before = watched(values, [1.0, 1.0, 1.0, 0.0])
-    values += torch.tensor([0.0, 1e-3, 1e-2, 0.0])
-    assert count([before], BF16) == Counts(wanted=3, lost=1, unseen=1)
-    assert count([before], FP32) == Counts(wanted=3, lost=1, unseen=0)
+    case = ([1.0] * 4, [1.0, 1.001, 1.01, 1.0], [1.0, 1.0, 1.0, 0.0])
+    assert numbers(counted(*case, BF16)) == (3, 1, 1)
+    assert numbers(counted(*case, FP32)) == (3, 1, 0)
 
 
 def test_unseen_needs_a_crossing_not_a_distance() -> None:
     """Half way between two bf16 numbers the smallest step is seen, near a bf16 number a larger one is not."""
     edge = 1 + 2**-8
-    values = torch.tensor([edge - 1e-6, 1.0])
-    before = watched(values, [1.0, 1.0])
-    values += torch.tensor([2e-6, 1e-3])
-    assert count([before], BF16) == Counts(wanted=2, lost=0, unseen=1)
+    counts = counted([edge - 1e-6, 1.0], [edge + 1e-6, 1.001], [1.0, 1.0], BF16)
+    assert numbers(counts) == (2, 0, 1)
 
 
 def test_float16_sees_eight_times_smaller_steps() -> None:
-    values = torch.ones(2)
-    before = watched(values, [1.0, 1.0])
-    values += torch.tensor([1e-3, 2e-4])
-    assert count([before], torch.float16) == Counts(wanted=2, lost=0, unseen=1)
-    assert count([before], BF16) == Counts(wanted=2, lost=0, unseen=2)
+    case = ([1.0, 1.0], [1.001, 1.0002], [1.0, 1.0])
+    assert numbers(counted(*case, torch.float16)) == (2, 0, 1)
+    assert numbers(counted(*case, BF16)) == (2, 0, 2)
 
 
 def test_bf16_masters_are_their_own_copy() -> None:
-    values = torch.ones(3, dtype=BF16)
-    before = watched(values, [1.0, 1.0, 1.0])
-    values += torch.tensor([1e-3, 1e-2, 0.0]).to(BF16)
-    assert count([before], BF16) == Counts(wanted=3, lost=2, unseen=0)
+    counts = counted([1.0, 1.0, 1.0], [1.0, 1.0078125, 1.0], [1.0, 1.0, 1.0], BF16, held=BF16)
+    assert numbers(counts) == (3, 2, 0)
 
 
 def test_what_the_compensation_keeps_is_not_lost() -> None:
     """Nothing is lost where weight or compensation moved; but the forward pass sees the weight alone."""
-    values, compensation = torch.ones(3, dtype=BF16), torch.zeros(3, dtype=BF16)
-    before = watched(values, [1.0, 1.0, 1.0], compensation=compensation)
-    compensation[0] = -1e-3
-    values[1] = 1.0078125
-    assert count([before], BF16) == Counts(wanted=3, lost=1, unseen=1)
+    carried = (torch.zeros(3, dtype=BF16), torch.tensor([-1e-3, 0.0, 0.0], dtype=BF16))
+    counts = counted([1.0] * 3, [1.0, 1.0078125, 1.0], [1.0] * 3, BF16, held=BF16, compensation=carried)
+    assert numbers(counts) == (3, 1, 1)
 
 
-def test_an_update_is_due_to_gradient_moment_or_decay() -> None:
-    values = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    gradient = [1.0, 0.0, 0.0, 0.0]
-    moment = torch.tensor([0.0, 0.0, 1e-30, 0.0])
-    assert watched(values, gradient).wanted.tolist() == [True, False, False, False]
-    assert watched(values, gradient, moments=[moment]).wanted.tolist() == [True, False, True, False]
-    assert watched(values, gradient, moments=[moment], decayed=True).wanted.tolist() == [True, True, True, True]
-    assert watched(values, gradient, decayed=True).wanted.tolist() == [True, True, False, True]
+def test_lengths_by_hand() -> None:
+    """Wanted (3, 4) * 2**-7 from ones: the first arrives whole, of the second nothing. 9 of 25 parts of the squared
+    length arrive. Of the master's update the bf16 copy shows what bf16 holds."""
+    step = 2**-7
+    counts = counted([1.0, 1.0], [1 + 3 * step, 1.0], [3 * step, 4 * step], BF16, held=BF16)
+    assert counts.length("arrived") == counts.length("seen") == pytest.approx(16 / 25)
+    half = counted([1.0, 1.0], [1 + step, 1 + step / 4], [step, step / 4], BF16)
+    assert half.length("arrived") == 0.0
+    assert half.length("seen") == pytest.approx((1 / 16) / (17 / 16))
 
 
-def test_several_shards_add_up() -> None:
-    shards = []
-    for _ in range(3):
-        values = torch.ones(2)
-        shards.append(watched(values, [1.0, 1.0]))
-        values[0] += 0.5
-    assert count(shards, BF16) == Counts(wanted=6, lost=3, unseen=0)
-    assert count([], BF16) == Counts(wanted=0, lost=0, unseen=0)
+def test_a_length_below_zero_is_an_update_that_rounding_made_longer() -> None:
+    step = 2**-7
+    assert counted([1.0], [1 + step], [step / 2], BF16, held=BF16).length("arrived") == -1.0
 
 
-def test_the_forecast_is_what_adamw_does() -> None:
-    """One step of torch's AdamW in bf16 from gradients of either sign leaves as many weights as forecast."""
-    generator = torch.Generator().manual_seed(1)
-    weights = (torch.randn(200_000, generator=generator) * 0.02).to(BF16)
-    for lr in (1e-4, 1e-5):
-        moved = weights.clone().requires_grad_()
-        moved.grad = torch.randn(200_000, generator=generator).to(BF16)
-        before = watch(moved.detach(), moved.grad, [], decayed=False)
-        torch.optim.AdamW([moved], lr=lr, weight_decay=0.0).step()
-        seen = count([before], BF16)
-        assert seen.lost / seen.wanted == pytest.approx(share(weights, lr), abs=0.01)
+def test_stochastic_rounding_loses_no_length_on_average() -> None:
+    """Updates of a hundredth of bf16's spacing: one in a hundred weights moves, by a hundred times as much."""
+    before, step = torch.ones(1_000_000, dtype=BF16), 2**-7 / 100
+    wanted = torch.full((1_000_000,), step)
+    after = stochastic_to_bfloat16(before.float() + wanted, stream(0, 1, "w", "weight"), start=0)
+    counts = count(wanted.double(), before, after, BF16)
+    assert counts.share("lost") == pytest.approx(0.99, abs=1e-3)
+    # One standard deviation of the mean of a million such draws is 0.01.
+    assert counts.length("arrived") == pytest.approx(0.0, abs=0.04)
+
+
+def test_nothing_wanted() -> None:
+    counts = counted([1.0], [1.0], [0.0], BF16)
+    assert counts.share("lost") == counts.length("arrived") == 0.0
+
+
+def test_counts_of_ranks_add_up() -> None:
+    one, other = counted([1.0], [1.0], [1.0], FP32), counted([1.0], [2.0], [1.0], FP32)
+    total = Counts.total([one.numbers, other.numbers])
+    assert numbers(total) == (2, 1, 0)
+    assert total.length("arrived") == 0.5
