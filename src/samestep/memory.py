@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from samestep import models
+from samestep.engines import build
 from samestep.errors import SamestepError
 from samestep.optim import is_decayed
 from samestep.precision import plan as precision_plan
@@ -223,8 +224,13 @@ def _torch(recipe: Recipe, plan: Plan, model: nn.Module) -> _Parts:
     ranks = engine.ranks
     shards = {"single": 1, "ddp": 1, "fsdp": ranks}.get(engine.name) or engine.shard_ranks or max(1, ranks // 2)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    whole = build.unsharded_names(recipe, model)
     mine = sum(_chunk(shapes[p.name], shards) for p in plan.trainable)
-    frozen = sum(_chunk(shapes[p.name], shards) * p.held.itemsize for p in plan.parameters if not p.trainable)
+    frozen = sum(
+        (p.numel if p.name in whole else _chunk(shapes[p.name], shards)) * p.held.itemsize
+        for p in plan.parameters
+        if not p.trainable
+    )
     held = {"masters": mine * plan.master.itemsize, "frozen": frozen, "buffers": _buffers(plan)}
     gradients = mine * plan.gradient.itemsize
     units = _unit_elements(model, engine.unit_classes)

@@ -79,7 +79,8 @@ def cast_for_export(model: nn.Module, dtype: str) -> None:
     """Casts a model's parameters to the recipe's precision.export_dtype, before the masters are written over them."""
     if dtype != "loaded":
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(DTYPES[dtype])
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(DTYPES[dtype])
         model.config.dtype = DTYPES[dtype]  # type: ignore[union-attr]
 
 

@@ -43,7 +43,7 @@ def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
         )
     from samestep.engines.torch_native import TorchEngine
 
-    names = ignored_names(recipe, model)
+    names = unsharded_names(recipe, model)
     return TorchEngine(
         model,
         plan=plan,
@@ -54,6 +54,13 @@ def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
         seed=recipe.train.seed,
         world=world,
     )
+
+
+def unsharded_names(recipe: Recipe, model: nn.Module) -> set[str]:
+    """Names of the parameters that the torch engines leave alone: those of ignored modules, and quantised ones, whose
+    bytes mean nothing when they are cut apart."""
+    quantised = {name for name, parameter in model.named_parameters() if not parameter.is_floating_point()}
+    return ignored_names(recipe, model) | quantised
 
 
 def ignored_names(recipe: Recipe, model: nn.Module) -> set[str]:
@@ -106,6 +113,13 @@ def _refuse(recipe: Recipe, plan: Plan, world: World) -> None:
         )
     if engine.startswith("zero"):
         _refuse_zero(recipe, plan)
+    if engine == "zero3" and plan.quantised:
+        raise EngineError(
+            f"zero3 cuts every parameter apart, and {plan.quantised[0].name} is quantised "
+            f"({dtype_name(plan.quantised[0].loaded)})",
+            where="engine.name",
+            remedy="Use fsdp, which leaves quantised parameters whole on every rank, or zero2.",
+        )
 
 
 def _refuse_zero(recipe: Recipe, plan: Plan) -> None:

@@ -319,7 +319,7 @@ def _cast_parameters(model: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
     """
     originals: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        if parameter.dtype != plan.compute:
+        if parameter.dtype != plan.compute and parameter.is_floating_point():
             if parameter.requires_grad and plan.master.itemsize > plan.compute.itemsize:
                 originals[name] = parameter.data
             held = parameter.data.to(plan.master) if parameter.requires_grad else parameter.data

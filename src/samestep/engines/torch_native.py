@@ -77,6 +77,8 @@ class TorchEngine:
         self._emulates = recipe.ranks if recipe.name == "single" else 0
         for parameter, tensor in zip(model.parameters(), plan.parameters, strict=True):
             parameter.data = parameter.data.to(tensor.held)
+        for parameter in ignored:
+            parameter.data = parameter.data.to(world.device)  # FSDP moves only what it shards
         mesh, self.replica = _mesh(recipe, world)
         _shard(model, plan=plan, recipe=recipe, units=units, ignored=ignored, mesh=mesh, reducer=self._reducer)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

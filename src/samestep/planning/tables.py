@@ -75,6 +75,10 @@ def _sentences(parameters: dict[str, Any]) -> list[str]:
         lines.append(f"Upcast: {_some(upcast)}; {cost} more before sharding.")
     else:
         lines.append("Nothing is upcast.")
+    if parameters["rounded"]:
+        lines.append(f"Rounded before training: {_some(parameters['rounded'])}.")
+    if parameters["quantised"]:
+        lines.append(f"Quantised, left alone: {_some(parameters['quantised'])}.")
     if without:
         lines.append(f"Without a master: {_some(without)}.")
     return lines

@@ -64,6 +64,16 @@ class TensorPlan:
     def upcast(self) -> bool:
         return self.held.itemsize > self.loaded.itemsize
 
+    @property
+    def rounded(self) -> bool:
+        """Whether it is held in fewer bits than it was loaded in."""
+        return self.held.itemsize < self.loaded.itemsize
+
+    @property
+    def quantised(self) -> bool:
+        """Whether it stores something else than numbers to compute with, as 4-bit weights packed in bytes do."""
+        return not self.loaded.is_floating_point
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -88,6 +98,14 @@ class Plan:
     @property
     def upcast(self) -> tuple[TensorPlan, ...]:
         return tuple(parameter for parameter in self.parameters if parameter.upcast)
+
+    @property
+    def rounded(self) -> tuple[TensorPlan, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.rounded)
+
+    @property
+    def quantised(self) -> tuple[TensorPlan, ...]:
+        return tuple(parameter for parameter in self.parameters if parameter.quantised)
 
     @property
     def upcast_bytes(self) -> int:
@@ -127,14 +145,21 @@ def resolve(precision: Precision, model: nn.Module, *, casts_frozen: bool = Fals
 
     Trainable parameters are held in the master dtype; frozen ones (ignored ones are frozen) and buffers keep what they
     have. `casts_frozen` is for engines that hold frozen parameters in the compute dtype; exports have the originals.
+    Quantised ones (not floating point) are left alone by all engines.
     """
     regime = regime_of(precision)
+
+    def held(parameter: nn.Parameter) -> torch.dtype:
+        if parameter.requires_grad:
+            return regime.master
+        return regime.compute if casts_frozen and parameter.is_floating_point() else parameter.dtype
+
     parameters = tuple(
         TensorPlan(
             name=name,
             numel=parameter.numel(),
             loaded=parameter.dtype,
-            held=regime.master if parameter.requires_grad else regime.compute if casts_frozen else parameter.dtype,
+            held=held(parameter),
             trainable=parameter.requires_grad,
         )
         for name, parameter in model.named_parameters()
@@ -171,7 +196,9 @@ def _roles(
     export = loaded if precision.export_dtype == "loaded" else (DTYPES[precision.export_dtype],)
     why, master, compute = regime.reason, (regime.master,), (regime.compute,)
     why_frozen = "frozen parameters keep their load dtype and have no master"
-    if casts_frozen:
+    if any(p.quantised for p in parameters):
+        why_frozen += "; quantised ones are left alone"
+    elif casts_frozen:
         why_frozen = "this engine holds frozen parameters in the compute dtype; exports have the loaded values"
     return {
         "load": Role(dtypes=loaded, reason="as the model was loaded; it does not change the regime"),
@@ -200,6 +227,8 @@ def described(plan: Plan) -> dict[str, Any]:
             "trainable": sum(p.numel for p in plan.trainable),
             "upcast": [p.name for p in plan.upcast],
             "upcast_bytes": plan.upcast_bytes,
+            "rounded": [p.name for p in plan.rounded],
+            "quantised": [p.name for p in plan.quantised],
         },
     }
 

@@ -17,15 +17,19 @@ from samestep.training.monitor import Shares
 
 
 def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
-    """What was upcast and what it costs, for people. `shared_by` is the number of ranks that share one master copy."""
+    """What was upcast and what it costs, and what was rounded, for people. `shared_by` is the number of ranks that
+    share one master copy."""
     total = sum(p.numel for p in plan.parameters)
+    rounded = ""
+    if plan.rounded:
+        rounded = f" {len(plan.rounded)} tensors are rounded to {dtype_name(plan.rounded[0].held)}."
     if not plan.upcast:
-        return f"No parameter is upcast ({total:,} parameters)."
+        return f"No parameter is upcast ({total:,} parameters).{rounded}"
     upcast = sum(p.numel for p in plan.upcast)
     return (
         f"{len(plan.upcast)} tensors, {upcast:,} of {total:,} parameters, get {dtype_name(plan.master)} masters over "
         f"{', '.join(sorted({dtype_name(p.loaded) for p in plan.upcast}))} weights: "
-        f"{plan.upcast_bytes / shared_by / 1e6:,.1f} MB more per rank."
+        f"{plan.upcast_bytes / shared_by / 1e6:,.1f} MB more per rank.{rounded}"
     )
 
 
