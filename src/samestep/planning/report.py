@@ -9,7 +9,7 @@ from torch import nn
 
 from samestep import memory, models
 from samestep.data import prepare
-from samestep.dtypes import DTYPES, dtype_name
+from samestep.dtypes import dtype_name
 from samestep.memory import Estimate
 from samestep.optim import lr_at
 from samestep.planning.samples import sample
@@ -96,7 +96,7 @@ def _forecast(recipe: Recipe, model: nn.Module, plan: Plan, steps: int) -> dict[
     if not samples.weights:
         return {**nothing, "source": f"no forecast: {samples.source}"}
     lrs = [lr_at(s, lr=train.optimizer.lr, schedule=train.schedule, total_steps=steps) for s in range(1, steps + 1)]
-    found = forecasts.forecast(samples.weights, lrs, _rounding(recipe, plan), betas=train.optimizer.betas)
+    found = forecasts.forecast(samples.weights, lrs, Rounding.of(recipe.precision, plan), betas=train.optimizer.betas)
     return {
         **_headline(found.first, found.after[-1]),
         "peak_lr": found.peak_lr,
@@ -117,16 +117,3 @@ def _forecast(recipe: Recipe, model: nn.Module, plan: Plan, steps: int) -> dict[
 def _headline(first: Shares, last: Shares) -> dict[str, float | None]:
     """Lost and unseen: of an update of the highest learning rate on the loaded weights. Dropped: by the whole run."""
     return {"lost_share": first.lost, "unseen_share": first.unseen, "dropped_share": last.dropped}
-
-
-def _rounding(recipe: Recipe, plan: Plan) -> Rounding:
-    precision = recipe.precision
-    by_default = "stochastic" if precision.regime.endswith("stochastic") else "nearest"
-    return Rounding(
-        master=plan.master,
-        compute=plan.compute,
-        update=plan.update,
-        cast=plan.cast,
-        export=None if precision.export_dtype == "loaded" else DTYPES[precision.export_dtype],
-        export_rounding=precision.export_rounding or by_default,
-    )

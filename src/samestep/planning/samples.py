@@ -11,11 +11,9 @@ from torch import nn
 from transformers.utils import cached_file
 
 from samestep import models, weight_files
-from samestep.precision.forecast import Weights, tensor_class
+from samestep.precision.forecast import Weights, samples_per_tensor, tensor_class
 from samestep.recipe.schema import Model, Recipe
 
-SAMPLES = 400_000
-_PER_TENSOR = (512, 65_536)
 _BUILT = 50_000_000
 """Elements of the largest fresh model that is made in order to look at it."""
 
@@ -73,7 +71,7 @@ def _stored(folder: Path, names: list[str]) -> dict[str, torch.Tensor]:
     tensors = weight_files.tensors(folder)
     places = {name: key for name in names if (key := _key(name, tensors)) is not None}
     wanted = [tensors[key] for key in sorted(set(places.values()))]
-    read = {t.name: values for t, values in weight_files.samples(wanted, limit=_limit(len(names)))}
+    read = {t.name: values for t, values in weight_files.samples(wanted, limit=samples_per_tensor(len(names)))}
     return {name: read[key] for name, key in places.items()}
 
 
@@ -81,11 +79,6 @@ def _key(name: str, tensors: dict[str, weight_files.StoredTensor]) -> str | None
     """The name of a parameter in the files: adapters wrap it, and some files leave out its first part."""
     bare = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return next((key for key in (bare, bare.partition(".")[2]) if key in tensors), None)
-
-
-def _limit(tensors: int) -> int:
-    low, high = _PER_TENSOR
-    return min(high, max(low, SAMPLES // max(1, tensors)))
 
 
 def _spread(model: nn.Module) -> float:
@@ -102,7 +95,7 @@ def _cut(
     never_assume: Collection[str] = (),
 ) -> Samples:
     """Samples of what was found; of the rest, unless `never_assume` names it, numbers of the spread `assume`."""
-    limit, weights, unknown = _limit(len(trainable)), [], 0
+    limit, weights, unknown = samples_per_tensor(len(trainable)), [], 0
     for name, parameter in trainable.items():
         values = found.get(name)
         if values is None:

@@ -35,7 +35,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from samestep.dtypes import DTYPES
+from samestep.precision.plan import Plan
+from samestep.recipe.schema import Precision
+
+SAMPLES = 400_000
+_PER_TENSOR = (512, 65_536)
 PERSISTENCE = 0.33
 PATHS = 4096
 SIMULATED = 1000
@@ -69,6 +76,19 @@ class Rounding:
     cast: str
     export: torch.dtype | None
     export_rounding: str
+
+    @classmethod
+    def of(cls, precision: Precision, plan: Plan) -> Rounding:
+        """Where a plan of this recipe rounds."""
+        by_default = "stochastic" if precision.regime.endswith("stochastic") else "nearest"
+        return cls(
+            master=plan.master,
+            compute=plan.compute,
+            update=plan.update,
+            cast=plan.cast,
+            export=None if precision.export_dtype == "loaded" else DTYPES[precision.export_dtype],
+            export_rounding=precision.export_rounding or by_default,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +126,27 @@ class Forecast:
     first_by_class: dict[str, Shares]
     weights_by_class: dict[str, int]
     never_move: tuple[str, ...]
+
+
+def samples_per_tensor(tensors: int) -> int:
+    """How many elements are looked at of each of so many tensors."""
+    low, high = _PER_TENSOR
+    return min(high, max(low, SAMPLES // max(1, tensors)))
+
+
+def sampled(model: nn.Module) -> tuple[Weights, ...]:
+    """Samples of the trainable tensors of a model that holds them whole."""
+    trainable = [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
+    limit = samples_per_tensor(len(trainable))
+    return tuple(
+        Weights(
+            name=name,
+            numel=tensor.numel(),
+            dimensions=tensor.dim(),
+            values=tensor.reshape(-1)[:: max(1, -(-tensor.numel() // limit))].clone(),
+        )
+        for name, tensor in trainable
+    )
 
 
 def tensor_class(name: str, dimensions: int) -> str:

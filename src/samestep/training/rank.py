@@ -28,6 +28,7 @@ from samestep.training import folder, machine, report, setup
 from samestep.training.display import Display
 from samestep.training.guard import refuse_lost_updates
 from samestep.training.monitor import Shares
+from samestep.training.outlook import described, learning_rates, outlook, sentences
 from samestep.training.signals import stop_requests
 from samestep.training.steps import StepOutcome, Stepper
 from samestep.training.trackers import open_trackers
@@ -74,6 +75,7 @@ class _Run:
         setup.check_vocabulary(model, self.data)
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
+        self.outlook = outlook(self.recipe, self.plan, model, self.total_steps) if here.is_main else None
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
         self.display = Display(steps=self.total_steps, every=recipe.log.every, quiet=not here.is_main)
@@ -87,8 +89,8 @@ class _Run:
         self.evaluations: list[dict[str, Any]] = []
 
     def go(self, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
-        self._write_plan()
         self._guard()
+        self._write_plan()
         self._evaluate(0)
         steps = folder.JsonLines(self.out / "steps.jsonl") if self.world.is_main else None
         status = "completed"
@@ -123,6 +125,8 @@ class _Run:
         engine = self.recipe.engine
         self.display.plan(self.plan, engine=engine.name, ranks=engine.ranks)
         self.display.say(report.upcast_sentence(self.plan, shared_by=self._shared_by))
+        for sentence in sentences(self.outlook) if self.outlook else ():
+            self.display.say(sentence)
         rows = self.data.train_report
         dropped = rows.dropped_too_long + rows.dropped_empty + rows.dropped_without_labels
         self.display.say(
@@ -141,6 +145,7 @@ class _Run:
                 self.out / "precision.json",
                 self.plan,
                 shared_by=self._shared_by,
+                forecast=described(self.outlook) if self.outlook else None,
                 facts=self.facts,
                 violations=self.violations,
             )
@@ -150,7 +155,7 @@ class _Run:
             return  # the size of an SGD update is not known beforehand; other roundings lose nothing
         refuse_lost_updates(
             self.engine.masters(),
-            peak_lr=max(self._lr(step) for step in range(1, self.total_steps + 1)),
+            peak_lr=max(learning_rates(self.recipe, self.total_steps)),
             limit=self.recipe.precision.max_lost_update_share,
             world=self.world,
         )

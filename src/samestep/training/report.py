@@ -34,14 +34,21 @@ def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
 
 
 def write_precision(
-    path: Path, plan: Plan, *, shared_by: int, facts: Facts | None, violations: Sequence[Violation]
+    path: Path,
+    plan: Plan,
+    *,
+    shared_by: int,
+    forecast: dict[str, Any] | None,
+    facts: Facts | None,
+    violations: Sequence[Violation],
 ) -> None:
-    """Writes the plan, what was observed (None before the first step) and where the two differ."""
+    """Writes the plan, the forecast, what was observed (None before the first step) and where plan and facts differ."""
     described_plan = described(plan)
     described_plan["parameters"]["upcast_bytes_per_rank"] = plan.upcast_bytes // shared_by
     observed = facts.roles.items() if facts else ()
     content = {
         "plan": described_plan,
+        "forecast": forecast,
         "facts": {role: [dtype_name(d) for d in dtypes] for role, dtypes in observed} or None,
         "violations": [{"role": v.role, "what": str(v)} for v in violations],
         "upcast": upcast_sentence(plan, shared_by=shared_by),

@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C and SIGTERM as a question that can be asked between steps."""
+"""Being asked to stop: Ctrl-C, SIGTERM and a closed terminal as a question that can be asked between steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAME_REQUEST_SECONDS = 2.0
 
 @contextmanager
 def stop_requests() -> Generator[Callable[[], bool]]:
-    """Turns SIGINT and SIGTERM into a question that can be asked between steps. A later one ends at once."""
+    """Turns SIGINT, SIGTERM and SIGHUP into a question that can be asked between steps. A later one ends at once."""
     asked = threading.Event()
     first = 0.0
     if threading.current_thread() is not threading.main_thread():
@@ -30,7 +30,7 @@ def stop_requests() -> Generator[Callable[[], bool]]:
         elif now - first > _SAME_REQUEST_SECONDS:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield asked.is_set
     finally:
