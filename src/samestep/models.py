@@ -71,10 +71,11 @@ def load_model(recipe: ModelRecipe, *, seed: int) -> PreTrainedModel | nn.Module
     return _prepared(model, recipe, seed=seed)
 
 
-def load_meta_model(recipe: ModelRecipe) -> PreTrainedModel | nn.Module:
+def load_meta_model(recipe: ModelRecipe, *, attention: str = "eager") -> PreTrainedModel | nn.Module:
     """The model that `load_model` would load, on the meta device: names, shapes, dtypes and no weights.
 
-    Reads the config, and from a folder whose config names no dtype the headers of its weights. Raises ModelError.
+    Where a run is only planned, the package of the recipe's own `attention` need not be there. Reads the config, and
+    from a folder whose config names no dtype the headers of its weights. Raises ModelError.
     """
     if recipe.path is None:
         dtype = torch.float32
@@ -86,9 +87,8 @@ def load_meta_model(recipe: ModelRecipe) -> PreTrainedModel | nn.Module:
     if recipe.load_dtype != "stored":
         dtype = DTYPES[recipe.load_dtype]
     try:
-        # The attention's own package may not be there where a run is only planned.
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     except Exception as error:  # a config's values reach every corner of the library
         raise _no_model(error, "model.config" if recipe.path is None else "model.path") from error
     return _prepared(model, recipe, seed=0)

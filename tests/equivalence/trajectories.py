@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from samestep import models, world
+from samestep import world
 from samestep.checkpoint.gather import gather_masters
 from samestep.data import Examples, Loader
-from samestep.engines import build
+from samestep.engines import build, loading
 from samestep.engines.protocol import Engine, Shard, Turn
 from samestep.optim import lr_at
 from samestep.precision.facts import violations
@@ -77,7 +77,7 @@ def train(
     """
     checked = Recipe.model_validate(recipe)
     here = world.start(timeout_seconds=60)
-    model = models.load_model(checked.model, seed=checked.train.seed)
+    model = loading.load_model(checked, here)
     plan = build.resolve_plan(checked, model)
     engine = build.build(checked, model, plan, here)
     try:

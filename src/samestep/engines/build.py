@@ -23,7 +23,7 @@ def resolve_plan(recipe: Recipe, model: nn.Module) -> Plan:
 
 
 def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
-    """The recipe's engine around a model that `models.load_model` made. Raises EngineError before any training."""
+    """The recipe's engine around a model that `loading.load_model` made. Raises EngineError before any training."""
     _refuse(recipe, plan, world)
     units = models.unit_modules(model, recipe.engine.unit_classes)
     if recipe.train.activation_checkpointing:
@@ -43,13 +43,12 @@ def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
         )
     from samestep.engines.torch_native import TorchEngine
 
-    names = unsharded_names(recipe, model)
     return TorchEngine(
         model,
         plan=plan,
         recipe=recipe.engine,
         units=units,
-        ignored={parameter for name, parameter in model.named_parameters() if name in names},
+        unsharded=unsharded_names(recipe, model),
         optimizer=optimizer,
         seed=recipe.train.seed,
         world=world,

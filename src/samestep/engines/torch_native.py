@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # the t
 from torch.distributed.tensor import DTensor
 
 from samestep.engines import stochastic_gather
+from samestep.engines.loading import Filler
 from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer, TreeAccumulator
 from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, set_lr
@@ -64,7 +65,7 @@ class TorchEngine:
         plan: Plan,
         recipe: EngineRecipe,
         units: Sequence[nn.Module],
-        ignored: set[nn.Parameter],
+        unsharded: set[str],
         optimizer: OptimizerFactory,
         seed: int,
         world: World,
@@ -75,12 +76,17 @@ class TorchEngine:
         self._recipe = recipe
         self._plan = plan
         self._emulates = recipe.ranks if recipe.name == "single" else 0
-        for parameter, tensor in zip(model.parameters(), plan.parameters, strict=True):
-            parameter.data = parameter.data.to(tensor.held)
-        for parameter in ignored:
-            parameter.data = parameter.data.to(world.device)  # FSDP moves only what it shards
         mesh, self.replica = _mesh(recipe, world)
-        _shard(model, plan=plan, recipe=recipe, units=units, ignored=ignored, mesh=mesh, reducer=self._reducer)
+        _shard(
+            model,
+            plan=plan,
+            recipe=recipe,
+            units=units,
+            unsharded=unsharded,
+            mesh=mesh,
+            reducer=self._reducer,
+            world=world,
+        )
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Counts updates of the weights: what they are rounded with must not repeat.
         self._version = 0
@@ -202,15 +208,28 @@ def _shard(
     plan: Plan,
     recipe: EngineRecipe,
     units: Sequence[nn.Module],
-    ignored: set[nn.Parameter],
+    unsharded: set[str],
     mesh: DeviceMesh,
     reducer: Reducer,
+    world: World,
 ) -> None:
+    """Shards a model in place, one unit after the other: each is filled, cast to what the plan holds, and cut."""
+    filler = Filler(model, world)
+    filler.fill(parameter for name, parameter in model.named_parameters() if name in unsharded)
+    ignored = {parameter for name, parameter in model.named_parameters() if name in unsharded}
+    for parameter in ignored:
+        parameter.data = parameter.data.to(world.device)  # FSDP moves only what it shards
+    held = {parameter.name: parameter.held for parameter in plan.parameters}
     policy = MixedPrecisionPolicy(
         param_dtype=plan.compute, reduce_dtype=plan.reduce, output_dtype=None, cast_forward_inputs=False
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if recipe.offload == "cpu" else OffloadPolicy()
     for module in [*units, model]:
+        filler.fill(_whole(module, ignored))
+        mine = set(_whole(module, ignored))
+        for name, parameter in model.named_parameters():
+            if parameter in mine:
+                parameter.data = parameter.data.to(held[name])
         fully_shard(
             module,
             mesh=mesh["shard"],
@@ -228,6 +247,11 @@ def _shard(
         if mesh["replicate"].size() > 1:
             module.set_all_reduce_hook(lambda gradient: reducer.all_reduce(gradient, replicas))
     _prefetch([cast(FSDPModule, unit) for unit in units], recipe)
+
+
+def _whole(module: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of a module that are not cut yet and are to be."""
+    return [p for p in module.parameters() if not isinstance(p, DTensor) and p not in ignored]
 
 
 def _prefetch(units: Sequence[FSDPModule], recipe: EngineRecipe) -> None:

@@ -17,7 +17,7 @@ from samestep.checkpoint.dropped import Dropped
 from samestep.checkpoint.export import cast_for_export, gather_weights, keep_what_is_exported, write_export
 from samestep.data import GlobalStep, prepare
 from samestep.dtypes import DTYPES
-from samestep.engines import build
+from samestep.engines import build, loading
 from samestep.errors import RunError, VerificationError
 from samestep.optim import lr_at
 from samestep.precision.facts import Facts, Violation, violations
@@ -71,7 +71,7 @@ class _Run:
         self.loader = setup.training_loader(self.data, recipe, self.tokenizer)
         self.held_out = setup.evaluation_loader(self.data, recipe, self.tokenizer)
         self.total_steps = setup.total_steps(recipe, self.loader)
-        model = models.load_model(recipe.model, seed=recipe.train.seed)
+        model = loading.load_model(recipe, here)
         setup.check_vocabulary(model, self.data)
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
