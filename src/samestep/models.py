@@ -106,7 +106,12 @@ def _prepared(model: PreTrainedModel, recipe: ModelRecipe, *, seed: int) -> PreT
 def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> PreTrainedModel:
     model, info = _from_source(
         lambda: AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=recipe.attention, output_loading_info=True
+            path,
+            dtype=dtype,
+            attn_implementation=recipe.attention,
+            output_loading_info=True,
+            # Weights in other formats are pickles, which can run code.
+            use_safetensors=True,
         ),
         path,
         "model",
@@ -121,7 +126,33 @@ def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> P
             where="model.path",
             remedy="Copy or download them again, or give the folder of a whole causal language model.",
         )
+    _refuse_whole_numbers(model, Path(path))
+    model._samestep_unused = tuple(sorted(info["unexpected_keys"]))
     return model
+
+
+def _refuse_whole_numbers(model: nn.Module, folder: Path) -> None:
+    """transformers reads the bytes of a quantised weight as if they were the weight, where its config does not say."""
+    whole = weight_files.whole_numbers(folder)
+    for name, parameter in model.named_parameters():
+        if name in whole and parameter.is_floating_point():
+            raise ModelError(
+                f"{name} is stored as whole numbers, and its config does not say how they are quantised",
+                where="model.path",
+                remedy="Give the folder of the model before it was quantised.",
+            )
+
+
+def unused_weights(model: nn.Module) -> tuple[str, ...]:
+    """Names of the weights in the model's files that it has no place for."""
+    return next((m._samestep_unused for m in model.modules() if "_samestep_unused" in vars(m)), ())  # type: ignore[return-value]
+
+
+def check_config(recipe: ModelRecipe) -> None:
+    """Raises ModelError when the config of a stored model cannot be read."""
+    if recipe.path is not None:
+        path = recipe.path
+        _from_source(lambda: AutoConfig.from_pretrained(path), path, "config", "model.path")
 
 
 def _fresh_model(recipe: ModelRecipe) -> PreTrainedModel:
@@ -178,6 +209,8 @@ def _from_source(load: Callable[[], Any], source: str, what: str, field: str) ->
 
 
 def _first_line(error: BaseException) -> str:
+    if "ignore_mismatched_sizes" in str(error):
+        return "its files have weights of other shapes than its config says"
     lines = str(error).strip().splitlines()
     return textwrap.shorten(lines[0], 300, placeholder=" ...") if lines else type(error).__name__
 

@@ -46,6 +46,16 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def whole_numbers(folder: Path) -> set[str]:
+    """Names of the tensors of a model's folder that hold whole numbers; empty for what is no folder."""
+    found = set()
+    for file in _files(folder) if folder.is_dir() else ():
+        with _opened(file) as content:
+            names = content.keys()
+            found.update(name for name in names if content.get_slice(name).get_dtype().startswith(("I", "U")))
+    return found
+
+
 def first_dtype(folder: Path) -> torch.dtype | None:
     """Dtype of the first tensor in a model's folder; None when it has no safetensors."""
     return next((tensor.dtype for tensor in tensors(folder).values()), None)

@@ -13,8 +13,8 @@ def table(report: dict[str, Any]) -> Table:
     variants = report["variants"]
     has_held_out = any(v["held_out"] for v in variants)
     built = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    built.add_column("engine")
-    built.add_column("regime")
+    built.add_column("engine", overflow="fold")
+    built.add_column("regime", overflow="fold")
     for heading in ("first\nloss", "last\nloss", *(["held-out\nbefore", "\nafter"] if has_held_out else [])):
         built.add_column(heading, justify="right")
     built.add_column("bit-equal to\nthe first", no_wrap=True)

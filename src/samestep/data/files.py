@@ -69,6 +69,8 @@ def _files(path: Path) -> list[Path]:
                 where=str(path),
                 remedy="Correct data.path, or write {hub: NAME} for a data set of the hub.",
             )
+        if not path.is_file():
+            raise DataError("is neither a file nor a folder.", where=str(path), remedy="Correct data.path.")
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}.", where=str(path)) from None
     if path.suffix.lower() not in SUFFIXES:

@@ -181,7 +181,10 @@ class _Walk:
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode) or key_node.tag != _TAG + "str":
                 shown = key_node.value if isinstance(key_node, ScalarNode) else _kind(key_node)
-                self._report(path, f"a key must be a text, got {shown}; put it in quotes if meant", _line(key_node))
+                problem = f"a key must be a text, got {shown}; put it in quotes if meant"
+                if shown == "<<":
+                    problem = "merging with << is not part of recipes; write the keys out"
+                self._report(path, problem, _line(key_node))
                 continue
             key = self._text(key_node, path)
             place = (*path, key)

@@ -98,7 +98,8 @@ def _expected_one(annotation: Any) -> str:
     if kind is str and "pattern" in limits:
         return "a text of letters, digits, '.', '_' and '-' that starts with a letter or digit"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
-    bounds = [f"{word} {limits[bound]:g}" for bound, word in _BOUNDS if bound in limits]
+    # A bound that nobody meets but by a slip is not worth a word.
+    bounds = [f"{word} {limits[bound]:g}" for bound, word in _BOUNDS if bound in limits and limits[bound] < 1e7]
     return " ".join([words.get(kind, "another value"), " and ".join(bounds)]).strip()
 
 

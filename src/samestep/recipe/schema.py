@@ -14,8 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 EngineName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan"]
 LowDtype = Literal["bfloat16", "float16"]
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# What JSON and every library that these numbers reach can hold.
+_LARGEST = 2**53
+PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST)]
+Steps = Annotated[int, Field(gt=0, le=10_000_000)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -230,7 +233,7 @@ class Schedule(Section):
 class Train(Section):
     """How long and how the model trains."""
 
-    steps: PositiveInt | None = None
+    steps: Steps | None = None
     """Optimizer steps. Give this or `epochs`."""
     epochs: PositiveFloat | None = None
     """Passes over the data; may be a fraction. Resolved to steps when the data is known."""

@@ -16,8 +16,11 @@ _DTYPE_NAMES = {
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one name among `known` that somebody who wrote `name` most likely meant, or None."""
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The one name among `known` that somebody who wrote `name` most likely meant, or None.
+
+    `cutoff`, from 0 to 1, is how alike they must be.
+    """
     names = sorted(known)
     meant = _DTYPE_NAMES.get(name.lower())
     if meant in names:
@@ -25,7 +28,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     for candidate in names:
         if candidate.lower() == name.lower().replace("-", "_"):
             return candidate
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -126,7 +126,7 @@ def _unknown(path: FieldPath, section: Any) -> str:
     if name in _OTHER_NAMES:
         return f"unknown key - did you mean {_OTHER_NAMES[name]}?"
     places = {place for place, _ in field_paths()}
-    elsewhere = nearest(name, {str(place[-1]) for place in places})
+    elsewhere = nearest(name, {str(place[-1]) for place in places}, cutoff=0.75)
     candidates = sorted(dotted(place) for place in places if place[-1] == elsewhere)
     # A name that many sections have says nothing about which one was meant.
     if 1 <= len(candidates) <= 2:

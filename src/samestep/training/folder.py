@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from samestep.errors import OutputError, SamestepError
 
@@ -26,6 +30,7 @@ _OURS = (
     "tensorboard",
 )
 _PROBE = ".probe"
+_LOCK = ".lock"
 
 
 def _partial(name: str) -> str:
@@ -34,7 +39,7 @@ def _partial(name: str) -> str:
 
 
 # What a run that was killed while it wrote may leave.
-_LEFTOVERS = (_PROBE, *map(_partial, _OURS))
+_LEFTOVERS = (_PROBE, _LOCK, *map(_partial, _OURS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +73,40 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+@contextlib.contextmanager
+def held(folder: Path, *, overwrite: bool) -> Generator[None]:
+    """Makes an empty run folder, which no other process of this machine gets while this one has it.
+
+    A folder that is empty in the end, because nothing began, is taken away. Raises OutputError as `prepare` does.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / _LOCK, "w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OutputError(
+                "another run is writing to this folder.", where=str(folder), remedy="Choose another with --out."
+            ) from error
+        try:
+            prepare(folder, overwrite=overwrite)
+            yield
+        finally:
+            (folder / _LOCK).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only where it is empty
+
+
 def prepare(folder: Path, *, overwrite: bool) -> None:
     """Makes an empty run folder. Raises OutputError when it cannot, or when it holds a run and must not lose it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         found = [name for name in _OURS if (folder / name).exists()]
         others = [entry.name for entry in folder.iterdir() if entry.name not in (*_OURS, *_LEFTOVERS)]
-        found += [name for name in _LEFTOVERS if (folder / name).exists()]
+        found += [name for name in _LEFTOVERS if name != _LOCK and (folder / name).exists()]
     except OSError as error:
         raise _cannot_write(folder, error) from error
     if (found or others) and not overwrite:
@@ -127,7 +159,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
         if path.exists():
             shutil.rmtree(path)
         os.replace(partial, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise _cannot_write(path, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -166,7 +198,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         raise OutputError(f"cannot be read: {error}", where=str(path)) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> SamestepError:
-    return OutputError(
-        f"cannot be written: {error.strerror or error}.", where=str(path), remedy="Choose another place with --out."
-    )
+def _cannot_write(path: Path, error: Exception) -> SamestepError:
+    why = getattr(error, "strerror", None) or error
+    return OutputError(f"cannot be written: {why}.", where=str(path), remedy="Choose another place with --out.")

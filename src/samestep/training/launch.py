@@ -40,23 +40,29 @@ def train(
     from samestep.training.rank import Request, run
 
     request = Request(recipe=recipe, out=out, keep_masters=keep_masters)
-    if world.launched():
-        if world.launched_rank() == 0:
-            folder.prepare(out, overwrite=overwrite)
-        try:
+    if world.launched() and world.launched_rank() > 0:
+        return _run_and_leave(request)
+    with folder.held(out, overwrite=overwrite):
+        if world.launched():
+            return _run_and_leave(request)
+        if recipe.engine.name == "single":
             return run(request)
-        finally:
-            # A rank that ends with its connections open can be aborted by those that ended before it.
-            world.stop()
-    folder.prepare(out, overwrite=overwrite)
-    if recipe.engine.name == "single":
+        _launch(request, port)
+        return _read_summary(out)
+
+
+def _run_and_leave(request: Any) -> dict[str, Any] | None:
+    from samestep.training.rank import run
+
+    try:
         return run(request)
-    _launch(request, port)
-    return _read_summary(out)
+    finally:
+        # A rank that ends with its connections open can be aborted by those that ended before it.
+        world.stop()
 
 
 def _launch(request: Any, port: int | None) -> None:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -90,6 +96,8 @@ def _launch(request: Any, port: int | None) -> None:
             shutdown_timeout=request.recipe.engine.timeout_seconds,
             # Ctrl-C is ours, see below; ranks whose launcher a closed terminal ended stop by themselves.
             signals_to_handle="SIGTERM",
+            # Otherwise it makes a folder of its own for logs that nobody asked for, and leaves it.
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
         os.environ.setdefault("OMP_NUM_THREADS", str(request.recipe.engine.threads))
         try:
@@ -114,7 +122,8 @@ def _silence_elastic() -> None:
 
 @contextlib.contextmanager
 def _interrupt_as_sigterm() -> Generator[None]:
-    """Ctrl-C reaches the ranks as SIGTERM: as SIGINT, it makes a rank that is still starting print a traceback."""
+    """Ctrl-C and a closed terminal reach the ranks as SIGTERM: as SIGINT, it makes a rank that is still starting print
+    a traceback. A SIGHUP that nohup has had ignored stays ignored."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     if threading.current_thread() is not threading.main_thread():
@@ -125,8 +134,10 @@ def _interrupt_as_sigterm() -> Generator[None]:
         raise SignalException("interrupted", sigval=signal.SIGTERM)
 
     # The launcher replaces the handler of SIGTERM and leaves its own behind.
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     signal.signal(signal.SIGINT, handle)
+    if before[signal.SIGHUP] != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handle)
     try:
         yield
     finally:

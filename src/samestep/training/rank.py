@@ -18,7 +18,7 @@ from samestep.checkpoint.export import cast_for_export, gather_weights, keep_wha
 from samestep.data import GlobalStep, prepare
 from samestep.dtypes import DTYPES
 from samestep.engines import build, loading
-from samestep.errors import RunError, VerificationError
+from samestep.errors import ModelError, RunError, VerificationError
 from samestep.optim import lr_at
 from samestep.precision.facts import Facts, Violation, violations
 from samestep.recipe import resolved_text
@@ -66,6 +66,7 @@ class _Run:
         recipe = request.recipe
         self.out, self.world, self.keep_masters = request.out, here, request.keep_masters
         self.started = time.time()
+        models.check_config(recipe.model)
         self.tokenizer = models.load_tokenizer(recipe.model)
         self.data = prepare(recipe.data, self.tokenizer, seed=recipe.train.seed)
         self.loader = setup.training_loader(self.data, recipe, self.tokenizer)
@@ -75,6 +76,7 @@ class _Run:
         setup.check_vocabulary(model, self.data)
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
+        self.unused = models.unused_weights(model)
         self.outlook = outlook(self.recipe, self.plan, model, self.total_steps) if here.is_main else None
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
@@ -125,6 +127,8 @@ class _Run:
         engine = self.recipe.engine
         self.display.plan(self.plan, engine=engine.name, ranks=engine.ranks)
         self.display.say(report.upcast_sentence(self.plan, shared_by=self._shared_by))
+        if self.unused:
+            self.display.say(f"The model has no place for {len(self.unused)} stored weights: {self.unused[0]} first.")
         for sentence in sentences(self.outlook) if self.outlook else ():
             self.display.say(sentence)
         rows = self.data.train_report
@@ -240,10 +244,14 @@ class _Run:
     def _finish(self, status: str) -> dict[str, Any] | None:
         """Exports and sums up."""
         self.display.close()
-        model, dropped = None, Dropped()
+        model, dropped, gone = None, Dropped(), None
         loaded: dict[str, torch.Tensor] = {}
         if self.world.is_main and self.recipe.train.export:
-            model = models.load_model(self.recipe.model, seed=self.recipe.train.seed)
+            try:
+                model = models.load_model(self.recipe.model, seed=self.recipe.train.seed)
+            except ModelError as error:
+                gone = error  # what was trained is still here
+        if model is not None:
             loaded = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
             cast_for_export(model, self.recipe.precision.export_dtype)
         into = {name: p.data for name, p in model.named_parameters()} if model is not None else {}
@@ -252,9 +260,15 @@ class _Run:
             self.world,
             into=into,
             random=self._export_random,
-            masters=self.out / "masters.safetensors" if self.keep_masters else None,
+            masters=self.out / "masters.safetensors" if self.keep_masters or gone else None,
             counted=lambda name, whole: dropped.add(loaded=loaded.pop(name), trained=whole, exported=into[name]),
         )
+        if gone is not None:
+            raise RunError(
+                f"the model can no longer be loaded, so nothing is exported ({gone}); the trained weights are kept",
+                where=str(self.out / "masters.safetensors"),
+                remedy="They are the masters, by parameter name, in safetensors.",
+            ) from gone
         if model is not None:
             folder.write_folder(self.out / "export", partial(write_export, model, self.tokenizer))
         losses = self._exported_losses() if status == "completed" else {}

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from samestep import world
 from samestep.cli import main
 from samestep.engines import build
+from samestep.training import folder as training_folder
 from tests.small_runs import (
     assert_short_message,
     change,
@@ -108,8 +109,8 @@ DAMAGES = {
     "cut header": (_cut("model.safetensors", 0.01), "model.path: the model of"),
     "empty weights": (_cut("model.safetensors", 0.0), "model.path: the model of"),
     "weights that are text": (_written("model.safetensors", b"x" * 999), "model.path: the model of"),
-    "weights to unpickle": (_pickled, "model.path: the model of"),
-    "broken config": (_written("config.json", b'{"model_type": "llama"'), "cannot be loaded"),
+    "weights to unpickle": (_pickled, "safetensors"),
+    "broken config": (_written("config.json", b'{"model_type": "llama"'), "the config of"),
     "config without type": (_written("config.json", b"{}"), "cannot be loaded"),
     "config of an unknown type": (_written("config.json", b'{"model_type": "nothing"}'), "cannot be loaded"),
     "no tokenizer": (_without("tokenizer.json", "tokenizer_config.json"), "the tokenizer of"),
@@ -329,6 +330,20 @@ def test_a_second_run_into_the_same_folder(folder: Path, run: Run) -> None:
     code, err = run({"train.steps": 1}, "--overwrite")
     assert code == 0, err
     assert len(steps_of(folder / "out")) == 1
+
+
+def test_a_request_that_is_refused_leaves_no_folder(folder: Path, run: Run) -> None:
+    expect(run({"model.path": "nowhere"}), 2, "nowhere")
+    assert not (folder / "out").exists()
+
+
+def test_a_folder_that_another_run_is_writing_to(folder: Path, run: Run) -> None:
+    with training_folder.held(folder / "out", overwrite=False):
+        code, err = run(None, "--overwrite")
+        assert code == 2
+        assert_short_message(err, "another run is writing to this folder")
+    assert run()[0] == 0
+    assert not (folder / "out" / ".lock").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
