@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 EngineName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
-RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan"]
+RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan", "mixed-fp8"]
 LowDtype = Literal["bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -120,13 +120,29 @@ class LossScale(Section):
     """The scale never falls below this."""
 
 
+class Float8(Section):
+    """Float8 matmuls of the regime mixed-fp8, by torchao (needs the extra `samestep[fp8]`). Other regimes ignore it."""
+
+    master: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the masters, and with them of gradients and moments."""
+    scaling: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How many values share one scale, in torchao's words. tensorwise: a whole tensor; gradients are e5m2. rowwise: a
+    row; scales are powers of two, gradients e4m3. rowwise_with_gw_hp: rowwise, with the weight gradient in bfloat16."""
+    skip: list[str] = ["*lm_head*", "*embed_out*"]
+    """Glob patterns of the names of linear layers that stay in bfloat16. So do adapters, ignored modules and layers
+    whose sizes are no multiples of 16; the plan lists all of them."""
+    emulate: bool = False
+    """Multiply in float32 what was rounded to float8, on a device that has no float8. Slow: for tests."""
+
+
 class Precision(Section):
     """Which dtype each role has."""
 
     regime: RegimeName = "mixed"
     """full: fp32 everywhere. mixed: fp32 masters, low-precision compute. low: low precision everywhere.
     mixed-stochastic: mixed, but masters are rounded to compute stochastically, so that no update goes unseen.
-    low-stochastic, low-kahan: low, but updates are rounded stochastically, or their rounding errors carried along."""
+    low-stochastic, low-kahan: low, but updates are rounded stochastically, or their rounding errors carried along.
+    mixed-fp8: mixed, but linear layers multiply in float8."""
     low_dtype: LowDtype = "bfloat16"
     """The low-precision dtype: bfloat16, or for `mixed` float16."""
     max_lost_update_share: Annotated[float, Field(ge=0, le=1)] | None = 0.5
@@ -135,6 +151,8 @@ class Precision(Section):
     """Measure the share of lost updates every so many steps (and at the first)."""
     loss_scale: LossScale = LossScale()
     """Loss scaling for float16."""
+    fp8: Float8 = Float8()
+    """Float8 matmuls of mixed-fp8."""
     export_dtype: Literal["loaded", "float32", "bfloat16", "float16"] = "loaded"
     """Dtype of the exported weights; `loaded` is the dtype that the model was loaded in."""
     export_rounding: Literal["nearest", "stochastic"] | None = None

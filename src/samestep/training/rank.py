@@ -119,6 +119,8 @@ class _Run:
         engine = self.recipe.engine
         self.display.plan(self.plan, engine=engine.name, ranks=engine.ranks)
         self.display.say(report.upcast_sentence(self.plan, shared_by=self._shared_by))
+        if sentence := report.float8_sentence(self.plan):
+            self.display.say(sentence)
         rows = self.data.train_report
         dropped = rows.dropped_too_long + rows.dropped_empty + rows.dropped_without_labels
         self.display.say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,28 @@ def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
     )
 
 
+def float8_sentence(plan: Plan) -> str | None:
+    """How many layers multiply in float8, and why the others do not, for people; None where none does."""
+    if not plan.float8.names:
+        return None
+    reasons = Counter(plan.float8.left_out.values())
+    others = "; ".join(f"{count} not: {reason}" for reason, count in reasons.items())
+    return f"{len(plan.float8.names)} layers multiply in float8" + (f"; {others}." if others else ".")
+
+
 def write_precision(
     path: Path, plan: Plan, *, shared_by: int, facts: Facts | None, violations: Sequence[Violation]
 ) -> None:
     """Writes the plan, what was observed (None before the first step) and where the two differ."""
     described_plan = described(plan)
     described_plan["parameters"]["upcast_bytes_per_rank"] = plan.upcast_bytes // shared_by
-    observed = facts.roles.items() if facts else ()
+    observed: dict[str, Any] | None = None
+    if facts is not None:
+        observed = {role: [dtype_name(d) for d in dtypes] for role, dtypes in facts.roles.items()}
+        observed["float8_layers"] = sorted(facts.float8)
     content = {
         "plan": described_plan,
-        "facts": {role: [dtype_name(d) for d in dtypes] for role, dtypes in observed} or None,
+        "facts": observed,
         "violations": [{"role": v.role, "what": str(v)} for v in violations],
         "upcast": upcast_sentence(plan, shared_by=shared_by),
     }

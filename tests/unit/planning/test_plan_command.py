@@ -69,7 +69,7 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"]["total"] == found["parameters"]["trainable"] == 17 * 12 + 3 * block + 12
     assert len(found["parameters"]["upcast"]) == 1 + 3 * 9 + 1
     assert found["parameters"]["upcast_bytes"] == 2 * found["parameters"]["total"]
-    assert len(found["memory"]) == 7 * 6
+    assert len(found["memory"]) == 7 * 7
     for row in found["memory"]:
         assert sum(row["items"].values()) == row["bytes_per_rank"]
         assert row["ranks"] == 2
@@ -131,7 +131,7 @@ def test_no_forecast_for_sgd(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_weights_that_are_not_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model" / "model.safetensors").unlink()
     found = plan(capsys)
-    assert len(found["memory"]) == 42
+    assert len(found["memory"]) == 49
     assert "no safetensors" in found["forecast"]["source"]
     assert cli.main(["plan", "r.yaml"]) == 0
     assert "No forecast: " in capsys.readouterr().out
