@@ -47,6 +47,7 @@ BYTES = {
     ("fsdp", "low"): (1.5, 2),
     ("fsdp", "low-stochastic"): (1.5, 2),
     ("fsdp", "low-kahan"): (2, 2.5),
+    ("fsdp", "mixed-fp8"): (3, 4),
     ("hsdp", "mixed"): (6, 8),
     ("zero1", "mixed"): (2 + 4 + 3, 2 + 4 + 3 + 2),
     ("zero1", "full"): (4 + 3, 4 + 4),
