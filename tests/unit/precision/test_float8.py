@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
+from samestep import world
+from samestep.cli import main
 from samestep.engines import float8 as engine_float8
 from samestep.errors import EngineError, PrecisionError
 from samestep.precision import float8
@@ -16,6 +23,7 @@ from samestep.precision.facts import ComputeObserver, observe, violations
 from samestep.precision.float8 import Float8Layers
 from samestep.precision.plan import Plan, resolve
 from samestep.recipe.schema import Float8, Precision
+from tests.small_runs import assert_short_message, change, half_written, make_folder, make_model
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -218,3 +226,56 @@ def test_names_and_parameters_stay() -> None:
     model = converted("0", "1")
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in fresh.named_parameters()]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+Run = Callable[[dict[str, Any]], tuple[int, str, Path]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Trains a small model in regime mixed-fp8 with changed fields; exit code, standard error, run folder."""
+    folder = make_folder(tmp_path)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    make_model(hidden_size=16, intermediate_size=32, num_hidden_layers=1, **heads).save_pretrained(folder / "model")
+    monkeypatch.chdir(folder)
+
+    def go(changes: dict[str, Any]) -> tuple[int, str, Path]:
+        change(folder, {"precision.regime": "mixed-fp8"} | changes)
+        capfd.readouterr()
+        code = main(["train", "r.yaml", "--out", "out"])
+        return code, capfd.readouterr().err, folder / "out"
+
+    threads = torch.get_num_threads()
+    yield go
+    world.stop()
+    torch.set_num_threads(threads)
+
+
+def test_a_run_on_the_cpu_is_refused(run: Run) -> None:
+    """P26: float8 is never replaced by something else in silence."""
+    code, err, out = run({})
+    assert code == 2
+    assert_short_message(err, "precision.regime", "(cpu) cannot multiply in float8", "precision.fp8.emulate: true")
+    assert half_written(out) == [] and not (out / "steps.jsonl").exists()
+
+
+def test_a_run_in_emulation(run: Run) -> None:
+    """What it leaves names the layers, as planned and as seen; the export needs no torchao."""
+    pytest.importorskip("torchao", reason="mixed-fp8 needs torchao, the extra samestep[fp8]")
+    code, err, out = run({"precision.fp8": {"emulate": True}})
+    assert code == 0, err
+    found = json.loads((out / "precision.json").read_text())
+    layers = [
+        f"model.layers.0.{name}_proj" for name in ("mlp.down", "mlp.gate", "mlp.up", "self_attn.o", "self_attn.q")
+    ]
+    assert found["facts"]["float8_layers"] == sorted(found["plan"]["float8"]["layers"]) == layers
+    assert set(found["plan"]["float8"]["left_out"]) == {
+        *(f"model.layers.0.self_attn.{n}_proj" for n in "kv"),
+        "lm_head",
+    }
+    assert found["violations"] == []
+    with safe_open(out / "export" / "model.safetensors", "pt") as stored:
+        with safe_open(out.parent / "model" / "model.safetensors", "pt") as loaded:
+            assert set(stored.keys()) == set(loaded.keys())
+        assert {stored.get_tensor(name).dtype for name in stored.keys()} == {FP32}  # noqa: SIM118 - no mapping
+    assert "torchao" not in (out / "export" / "config.json").read_text()
