@@ -2,4 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 __version__ = "0.1.0"
+
+# Where torchao is installed, transformers imports it, whatever the run; it then complains about libraries of its own
+# that are for other devices, and torch about its enums.
+for _noisy in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)

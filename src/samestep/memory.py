@@ -38,7 +38,7 @@ from samestep.recipe import override
 from samestep.recipe.schema import EngineName, OffloadParts, Recipe, RegimeName
 
 # From the most exact regime to the least: of two that need equally much, the first is the better choice.
-REGIMES = ("full", "mixed-stochastic", "mixed", "low-stochastic", "low-kahan", "low")
+REGIMES = ("full", "mixed-stochastic", "mixed", "low-stochastic", "low-kahan", "low", "mixed-fp8")
 assert set(REGIMES) == set(get_args(RegimeName))
 ITEMS = (
     "weights",

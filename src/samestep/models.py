@@ -103,7 +103,22 @@ def _prepared(model: PreTrainedModel, recipe: ModelRecipe, *, seed: int) -> PreT
     return prepared
 
 
+def _refuse_other_shapes(recipe: ModelRecipe, folder: Path) -> None:
+    """Before anything is allocated: a config that says no sizes means the library's own, those of a large model."""
+    if not folder.is_dir():
+        return
+    stored = weight_files.tensors(folder)
+    for name, parameter in load_meta_model(recipe.model_copy(update={"lora": None, "freeze": []})).named_parameters():
+        if name in stored and stored[name].shape != tuple(parameter.shape):
+            raise ModelError(
+                f"{name} has the shape {list(stored[name].shape)} in its files, {list(parameter.shape)} by its config",
+                where="model.path",
+                remedy="config.json and the weights must be of one model.",
+            )
+
+
 def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    _refuse_other_shapes(recipe, Path(path))
     model, info = _from_source(
         lambda: AutoModelForCausalLM.from_pretrained(
             path,

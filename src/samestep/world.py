@@ -36,12 +36,23 @@ def launched() -> bool:
 
 def launched_size() -> int:
     """Number of ranks the launcher started; 1 without a launcher."""
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+    return _number("WORLD_SIZE") if launched() else 1
 
 
 def launched_rank() -> int:
     """This process's rank as the launcher gave it; 0 without a launcher."""
-    return int(os.environ["RANK"]) if launched() else 0
+    return _number("RANK") if launched() else 0
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "0")
+    if not text.isascii() or not text.isdigit():
+        raise EngineError(
+            f"{name} is {text!r}, not a number",
+            where="environment",
+            remedy="Start the ranks with torchrun, or unset RANK and WORLD_SIZE.",
+        )
+    return int(text)
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -63,7 +74,7 @@ def start(*, timeout_seconds: int) -> World:
 
     A group that exists already is used as it is. Raises RunError when the other ranks cannot be reached.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if launched() else 0
+    local_rank = _number("LOCAL_RANK") if launched() else 0
     device = device_for(local_rank)
     if device.type == "cpu":
         # DeepSpeed, and what imports it, otherwise guesses the accelerator and says so in a log line.

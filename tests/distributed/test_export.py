@@ -197,6 +197,13 @@ def test_the_dropped_share_counts_weights_that_were_exported_as_loaded(
     assert summary["export"]["dropped_share"] == dropped / moved
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_p43_the_rate_of_a_real_run_is_that_of_its_step_whatever_the_ranks(export: Export, engine: str) -> None:
+    """Linear decay over 4 steps, by hand, in what the run wrote."""
+    lines = (export(engine, "bf16") / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["lr"] for line in lines] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+
+
 def test_the_tokenizer_comes_along(export: Export) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(export("fsdp", "bf16") / "export")
     assert tokenizer("a b m").input_ids == [3, 4, 15]

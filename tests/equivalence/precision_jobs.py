@@ -14,6 +14,7 @@ from samestep.data import Examples
 from samestep.engines import build
 from samestep.engines.protocol import Engine
 from samestep.precision.facts import Facts, violations
+from samestep.precision.float8 import Float8Layers
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
 from samestep.training.steps import Stepper
@@ -34,7 +35,7 @@ def observed(recipe: dict[str, Any], regimes: list[str], examples: Examples) -> 
 
 def spoiled(recipe: dict[str, Any], fault: str, examples: Examples) -> list[tuple[str, str]]:
     """A job: role and message of every violation that a first step with a fault shows."""
-    _, broken = _first_step(recipe, examples, FAULTS[fault])
+    _, broken = _first_step(recipe, examples, (FAULTS | FLOAT8_FAULTS)[fault])
     return [(violation.role, str(violation)) for violation in broken]
 
 
@@ -146,6 +147,19 @@ FAULTS: dict[str, Fault] = {
     "output cast": CastsTheOutput(),
     "frozen parameters cast": CastsFrozenParameters(),
 }
+
+
+class LeavesALayerOut(Fault):
+    def plan(self, plan: Plan) -> Plan:
+        return replace(plan, float8=Float8Layers(names=plan.float8.names[1:]))
+
+
+class ConvertsALayerTooMany(Fault):
+    def plan(self, plan: Plan) -> Plan:
+        return replace(plan, float8=Float8Layers(names=(*plan.float8.names, "lm_head")))
+
+
+FLOAT8_FAULTS: dict[str, Fault] = {"a layer left out": LeavesALayerOut(), "a layer too many": ConvertsALayerTooMany()}
 
 
 def _first_step(recipe: dict[str, Any], examples: Examples, fault: Fault | None = None) -> tuple[Facts, list[Any]]:

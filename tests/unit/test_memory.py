@@ -47,6 +47,7 @@ BYTES = {
     ("fsdp", "low"): (1.5, 2),
     ("fsdp", "low-stochastic"): (1.5, 2),
     ("fsdp", "low-kahan"): (2, 2.5),
+    ("fsdp", "mixed-fp8"): (3, 4),
     ("hsdp", "mixed"): (6, 8),
     ("zero1", "mixed"): (2 + 4 + 3, 2 + 4 + 3 + 2),
     ("zero1", "full"): (4 + 3, 4 + 4),
@@ -85,12 +86,12 @@ def test_the_items_add_up() -> None:
 def test_every_engine_and_regime_has_a_row() -> None:
     made = recipe()
     rows = memory.table(made, models.load_meta_model(made.model))
-    assert len({(row.engine, row.regime) for row in rows}) == 7 * 6
+    assert len({(row.engine, row.regime) for row in rows}) == 7 * 7
     alone = recipe("single", ranks=1)
     assert "hsdp" not in {row.engine for row in memory.table(alone, models.load_meta_model(alone.model))}
     sgd = recipe(train=", optimizer: {name: sgd, lr: 1e-2}")
     rows = memory.table(sgd, models.load_meta_model(sgd.model))
-    assert {row.regime for row in rows} == {"full", "mixed", "mixed-stochastic", "low"}
+    assert {row.regime for row in rows} == {"full", "mixed", "mixed-stochastic", "low", "mixed-fp8"}
     assert all(row.items["moments"] == 0 for row in rows)
 
 

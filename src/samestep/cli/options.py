@@ -93,7 +93,7 @@ PrecisionOption = Annotated[
     typer.Option(
         metavar="NAME",
         callback=precision_name,
-        help="Set precision.regime: full, mixed, mixed-stochastic, low, low-stochastic or low-kahan.",
+        help="Set precision.regime: full, mixed, mixed-stochastic, low, low-stochastic, low-kahan or mixed-fp8.",
     ),
 ]
 RanksOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Set engine.ranks.")]

@@ -9,6 +9,7 @@ from torch import nn
 
 from samestep import models, optim
 from samestep.dtypes import dtype_name
+from samestep.engines import float8
 from samestep.engines.protocol import Engine
 from samestep.errors import EngineError
 from samestep.precision import plan as precision_plan
@@ -19,12 +20,16 @@ from samestep.world import World
 
 def resolve_plan(recipe: Recipe, model: nn.Module) -> Plan:
     """The precision plan of this recipe for this model."""
-    return precision_plan.resolve(recipe.precision, model, casts_frozen=recipe.engine.name.startswith("zero"))
+    engine = recipe.engine
+    zero = engine.name.startswith("zero")
+    return precision_plan.resolve(recipe.precision, model, casts_frozen=zero, ignored_modules=engine.ignored_modules)
 
 
 def build(recipe: Recipe, model: nn.Module, plan: Plan, world: World) -> Engine:
     """The recipe's engine around a model that `loading.load_model` made. Raises EngineError before any training."""
     _refuse(recipe, plan, world)
+    if plan.float8.names:
+        float8.convert(model, plan.float8, recipe.precision.fp8)
     units = models.unit_modules(model, recipe.engine.unit_classes)
     if recipe.train.activation_checkpointing:
         models.checkpoint_activations(units)
@@ -104,6 +109,8 @@ def _refuse(recipe: Recipe, plan: Plan, world: World) -> None:
             where="precision.low_dtype",
             remedy="Use bfloat16.",
         )
+    if plan.regime == "mixed-fp8":
+        float8.refuse(recipe.precision.fp8, plan.float8, world.device)
     if plan.cast == "stochastic" and recipe.engine.offload == "cpu" and world.device.type != "cpu":
         raise EngineError(
             f"{engine} cannot round offloaded masters stochastically on their way to the device",

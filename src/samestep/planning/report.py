@@ -10,9 +10,11 @@ from torch import nn
 from samestep import memory, models
 from samestep.data import prepare
 from samestep.dtypes import dtype_name
+from samestep.engines.build import resolve_plan
 from samestep.memory import Estimate
 from samestep.optim import lr_at
 from samestep.planning.samples import sample
+from samestep.precision import float8
 from samestep.precision import forecast as forecasts
 from samestep.precision import plan as precision_plan
 from samestep.precision.forecast import Rounding, Shares
@@ -29,8 +31,9 @@ def plan(recipe: Recipe, *, device_memory: int | None = None) -> dict[str, Any]:
     """
     model = models.load_meta_model(recipe.model)
     models.unit_modules(model, recipe.engine.unit_classes)
-    casts_frozen = recipe.engine.name.startswith("zero")
-    resolved = precision_plan.resolve(recipe.precision, model, casts_frozen=casts_frozen)
+    resolved = resolve_plan(recipe, model)
+    if resolved.regime == "mixed-fp8":
+        float8.check(recipe.precision.fp8, resolved.float8)
     steps = _steps(recipe)
     return {
         "name": recipe.name,
@@ -44,6 +47,7 @@ def plan(recipe: Recipe, *, device_memory: int | None = None) -> dict[str, Any]:
             for role, entry in resolved.roles.items()
         },
         "parameters": _parameters(resolved),
+        "float8": precision_plan.described(resolved)["float8"],
         "memory": _memory(memory.table(recipe, model), device_memory),
         "forecast": _forecast(recipe, model, resolved, steps),
     }

@@ -30,7 +30,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     ranks = report["ranks"]
     _say(console, f"{report['engine']} on {ranks} rank{'s' if ranks > 1 else ''}, regime {report['regime']}")
     console.print(_roles(report["roles"]))
-    for sentence in _sentences(report["parameters"]):
+    for sentence in [*_sentences(report["parameters"]), *_float8(report["float8"])]:
         _say(console, sentence)
     rows = report["memory"]
     unit = _unit(row["bytes_per_rank"] for row in rows)
@@ -84,10 +84,21 @@ def _sentences(parameters: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _some(names: Sequence[str]) -> str:
+def _float8(float8: dict[str, Any]) -> list[str]:
+    if not float8["layers"]:
+        return []
+    lines = [f"{len(float8['layers']):,} layers multiply in float8: {_some(float8['layers'], 'layers')}."]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in float8["left_out"].items():
+        by_reason.setdefault(reason, []).append(name)
+    lines += [f"Not in float8, {reason}: {_some(names, 'layers')}." for reason, names in by_reason.items()]
+    return lines
+
+
+def _some(names: Sequence[str], things: str = "tensors") -> str:
     """The first names, and how many more there are."""
     more = len(names) - _SHOWN_NAMES
-    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more:,} more tensors" if more > 0 else "")
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more:,} more {things}" if more > 0 else "")
 
 
 def _unit(sizes: Iterable[int]) -> str:

@@ -9,20 +9,23 @@ import torch
 from torch import nn
 
 from samestep.dtypes import dtype_name
+from samestep.precision import float8
 from samestep.precision.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Observed dtypes by role, and of every buffer by name. A role that nothing has is an empty tuple."""
+    """Observed dtypes by role, and of every buffer by name. A role that nothing has is an empty tuple. `float8` names
+    the linear layers that computed in float8."""
 
     roles: dict[str, tuple[torch.dtype, ...]]
     buffers: dict[str, torch.dtype] = field(default_factory=dict)
+    float8: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Violation:
-    """A role whose observed dtypes are not the planned ones."""
+    """A role, buffer or layer whose observed dtypes are not the planned ones."""
 
     role: str
     planned: tuple[torch.dtype, ...]
@@ -37,12 +40,15 @@ class Violation:
 
 
 class ComputeObserver:
-    """Watches the parameters that modules see inside one forward pass: the dtype they compute in."""
+    """Watches the parameters that modules see inside one forward pass: the dtype they compute in. `float8` names the
+    linear layers that made float8 tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self.dtypes: set[torch.dtype] = set()
         owners = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
         self._hooks = [module.register_forward_pre_hook(self._look) for module in owners]
+        self.float8: set[str] = set()
+        self._hooks += float8.watch(model, self.float8)
 
     def _look(self, module: nn.Module, _inputs: object) -> None:
         self.dtypes.update(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
@@ -61,6 +67,7 @@ def observe(
     reduced: Iterable[torch.dtype],
     computed: Iterable[torch.dtype],
     logits: torch.dtype,
+    float8_layers: Iterable[str] = (),
 ) -> Facts:
     """The facts of a run after its first optimizer step."""
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
@@ -76,6 +83,7 @@ def observe(
             "output": (logits,),
         },
         buffers=buffers,
+        float8=frozenset(float8_layers),
     )
 
 
@@ -95,6 +103,10 @@ def violations(plan: Plan, facts: Facts, *, several_ranks: bool) -> list[Violati
         if seen != (buffer.held,):
             what = f"buffer {buffer.name}"
             found.append(Violation(role="buffer", planned=(buffer.held,), observed=seen, what=what))
+    for name in sorted(facts.float8 ^ set(plan.float8.names)):
+        did, did_not = (torch.float8_e4m3fn,), (plan.compute,)
+        planned, observed = (did, did_not) if name in plan.float8.names else (did_not, did)
+        found.append(Violation(role="float8", planned=planned, observed=observed, what=f"layer {name}"))
     return found
 
 

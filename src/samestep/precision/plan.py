@@ -8,11 +8,12 @@
 | low | bf16 | bf16 | - | bf16 | bf16 | bf16 | nearest |
 | low-stochastic | bf16 | bf16 | - | bf16 | bf16 | bf16 | stochastic |
 | low-kahan | bf16 + bf16 | bf16 | - | bf16 | bf16 | bf16 | compensated |
+| mixed-fp8 | fp32 (or bf16: as low) | bf16, float8 matmuls | nearest | fp32 | fp32 | fp32 | nearest |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from torch import nn
 
 from samestep.dtypes import DTYPES, dtype_name
+from samestep.precision import float8
+from samestep.precision.float8 import NO_LAYERS, Float8Layers
 from samestep.recipe.schema import Precision
 
 ROLES = ("load", "master", "compute", "gradient", "reduce", "moments", "buffer", "frozen", "output", "export")
@@ -90,6 +93,7 @@ class Plan:
     roles: dict[str, Role]
     parameters: tuple[TensorPlan, ...]
     buffers: tuple[TensorPlan, ...]
+    float8: Float8Layers = NO_LAYERS
 
     @property
     def trainable(self) -> tuple[TensorPlan, ...]:
@@ -118,6 +122,8 @@ def regime_of(precision: Precision) -> Regime:
     low, fp32 = DTYPES[precision.low_dtype], torch.float32
     name, _, rounding = precision.regime.partition("-")
     master = low if name == "low" else fp32
+    if precision.regime == "mixed-fp8":
+        master = DTYPES[precision.fp8.master]
     compute = fp32 if name == "full" else low
     what = {
         "full": "fp32 everywhere",
@@ -126,6 +132,8 @@ def regime_of(precision: Precision) -> Regime:
         "low": f"{dtype_name(low)} everywhere",
         "low-stochastic": f"{dtype_name(low)} everywhere, updates rounded stochastically",
         "low-kahan": f"{dtype_name(low)} everywhere, rounding errors of updates carried along",
+        "mixed-fp8": f"{dtype_name(master)} masters, {dtype_name(low)} compute with float8 matmuls "
+        f"({precision.fp8.scaling} scales{', emulated' if precision.fp8.emulate else ''})",
     }[precision.regime]
     return Regime(
         name=precision.regime,
@@ -140,12 +148,15 @@ def regime_of(precision: Precision) -> Regime:
     )
 
 
-def resolve(precision: Precision, model: nn.Module, *, casts_frozen: bool = False) -> Plan:
+def resolve(
+    precision: Precision, model: nn.Module, *, casts_frozen: bool = False, ignored_modules: Sequence[str] = ()
+) -> Plan:
     """The plan for this model as it was loaded.
 
     Trainable parameters are held in the master dtype; frozen ones (ignored ones are frozen) and buffers keep what they
     have. `casts_frozen` is for engines that hold frozen parameters in the compute dtype; exports have the originals.
-    Quantised ones (not floating point) are left alone by all engines.
+    Quantised ones (not floating point) are left alone by all engines. `ignored_modules` are the recipe's patterns:
+    these modules do not compute in float8 either.
     """
     regime = regime_of(precision)
 
@@ -180,6 +191,9 @@ def resolve(precision: Precision, model: nn.Module, *, casts_frozen: bool = Fals
         roles=_roles(precision, regime, parameters, buffers, casts_frozen=casts_frozen),
         parameters=parameters,
         buffers=buffers,
+        float8=float8.choose(precision.fp8, model, ignored_modules=ignored_modules)
+        if regime.name == "mixed-fp8"
+        else NO_LAYERS,
     )
 
 
@@ -230,6 +244,7 @@ def described(plan: Plan) -> dict[str, Any]:
             "rounded": [p.name for p in plan.rounded],
             "quantised": [p.name for p in plan.quantised],
         },
+        "float8": {"layers": list(plan.float8.names), "left_out": dict(plan.float8.left_out)},
     }
 
 

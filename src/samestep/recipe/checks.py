@@ -181,6 +181,8 @@ def _low_float16(recipe: Recipe) -> Iterator[Finding]:
         yield "precision.low_dtype", f"float16 needs fp32 masters: use regime: mixed, or bfloat16 with regime: {regime}"
     elif recipe.precision.low_dtype == "float16" and regime == "mixed-stochastic":
         yield "precision.low_dtype", "mixed-stochastic rounds to bfloat16: use bfloat16, or regime: mixed"
+    elif recipe.precision.low_dtype == "float16" and regime == "mixed-fp8":
+        yield "precision.low_dtype", "mixed-fp8 computes in bfloat16 around its float8 matmuls: use bfloat16"
 
 
 def _update_rounding(recipe: Recipe) -> Iterator[Finding]:

@@ -12,13 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 EngineName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
-RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan"]
+RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan", "mixed-fp8"]
 LowDtype = Literal["bfloat16", "float16"]
 # What JSON and every library that these numbers reach can hold.
 _LARGEST = 2**53
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_LARGEST)]
 Steps = Annotated[int, Field(gt=0, le=10_000_000)]
+Threads = Annotated[int, Field(gt=0, le=1024)]
+Seconds = Annotated[int, Field(gt=0, le=10_000_000)]
+Rate = Annotated[float, Field(ge=0, le=1e6)]
+Epochs = Annotated[float, Field(gt=0, le=1e6)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -123,13 +127,29 @@ class LossScale(Section):
     """The scale never falls below this."""
 
 
+class Float8(Section):
+    """Float8 matmuls of the regime mixed-fp8, by torchao (needs the extra `samestep[fp8]`). Other regimes ignore it."""
+
+    master: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the masters, and with them of gradients and moments."""
+    scaling: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """How many values share one scale, in torchao's words. tensorwise: a whole tensor; gradients are e5m2. rowwise: a
+    row; scales are powers of two, gradients e4m3. rowwise_with_gw_hp: rowwise, with the weight gradient in bfloat16."""
+    skip: list[str] = ["*lm_head*", "*embed_out*"]
+    """Glob patterns of the names of linear layers that stay in bfloat16. So do adapters, ignored modules and layers
+    whose sizes are no multiples of 16; the plan lists all of them."""
+    emulate: bool = False
+    """Multiply in float32 what was rounded to float8, on a device that has no float8. Slow: for tests."""
+
+
 class Precision(Section):
     """Which dtype each role has."""
 
     regime: RegimeName = "mixed"
     """full: fp32 everywhere. mixed: fp32 masters, low-precision compute. low: low precision everywhere.
     mixed-stochastic: mixed, but masters are rounded to compute stochastically, so that no update goes unseen.
-    low-stochastic, low-kahan: low, but updates are rounded stochastically, or their rounding errors carried along."""
+    low-stochastic, low-kahan: low, but updates are rounded stochastically, or their rounding errors carried along.
+    mixed-fp8: mixed, but linear layers multiply in float8."""
     low_dtype: LowDtype = "bfloat16"
     """The low-precision dtype: bfloat16, or for `mixed` float16."""
     max_lost_update_share: Annotated[float, Field(ge=0, le=1)] | None = 0.5
@@ -138,6 +158,8 @@ class Precision(Section):
     """Measure the share of lost updates every so many steps (and at the first)."""
     loss_scale: LossScale = LossScale()
     """Loss scaling for float16."""
+    fp8: Float8 = Float8()
+    """Float8 matmuls of mixed-fp8."""
     export_dtype: Literal["loaded", "float32", "bfloat16", "float16"] = "loaded"
     """Dtype of the exported weights; `loaded` is the dtype that the model was loaded in."""
     export_rounding: Literal["nearest", "stochastic"] | None = None
@@ -194,9 +216,9 @@ class Engine(Section):
     """zero3: gathered elements kept at most. Does not change numbers."""
     persistent_elements: NonNegativeInt = 100_000
     """zero3: parameters smaller than this stay gathered. Does not change numbers."""
-    threads: PositiveInt = 1
+    threads: Threads = 1
     """CPU threads per rank. On the CPU the last bits of a sum depend on it, so it is never guessed from the machine."""
-    timeout_seconds: PositiveInt = 600
+    timeout_seconds: Seconds = 600
     """A collective that waits longer than this ends the run."""
 
 
@@ -205,7 +227,7 @@ class Optimizer(Section):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """adamw: torch.optim.AdamW. sgd: torch.optim.SGD."""
-    lr: NonNegativeFloat = 1e-5
+    lr: Rate = 1e-5
     """Learning rate at the schedule's factor 1. Never scaled by the number of ranks."""
     betas: list[Fraction] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
     """adamw: decay rates of the two moments."""
@@ -235,7 +257,7 @@ class Train(Section):
 
     steps: Steps | None = None
     """Optimizer steps. Give this or `epochs`."""
-    epochs: PositiveFloat | None = None
+    epochs: Epochs | None = None
     """Passes over the data; may be a fraction. Resolved to steps when the data is known."""
     micro_batch: PositiveInt = 8
     """Rows per rank and micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,11 +24,13 @@ def learning_rates(recipe: Recipe, steps: int) -> list[float]:
     ]
 
 
-def outlook(recipe: Recipe, plan: Plan, model: nn.Module, steps: int) -> Forecast | None:
-    """The forecast for a model as it was loaded, whole; None for an optimizer whose updates have no known size."""
+def outlook(recipe: Recipe, plan: Plan, model: nn.Module, rates: Sequence[float]) -> Forecast | None:
+    """The forecast for a model as it was loaded, whole; None for an optimizer whose updates have no known size.
+
+    `rates` is the learning rate of every step.
+    """
     if recipe.train.optimizer.name != "adamw":
         return None
-    rates = learning_rates(recipe, steps)
     return forecast(sampled(model), rates, Rounding.of(recipe.precision, plan), betas=recipe.train.optimizer.betas)
 
 

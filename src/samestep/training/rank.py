@@ -13,19 +13,17 @@ from typing import Any
 import torch
 
 from samestep import models, world
-from samestep.checkpoint.dropped import Dropped
-from samestep.checkpoint.export import cast_for_export, gather_weights, keep_what_is_exported, write_export
 from samestep.data import GlobalStep, prepare
-from samestep.dtypes import DTYPES
 from samestep.engines import build, loading
-from samestep.errors import ModelError, RunError, VerificationError
-from samestep.optim import lr_at
+from samestep.errors import RunError, VerificationError
 from samestep.precision.facts import Facts, Violation, violations
+from samestep.precision.forecast import Forecast
+from samestep.precision.plan import Plan
 from samestep.recipe import resolved_text
 from samestep.recipe.schema import Recipe
-from samestep.rounding import Stream, stream
 from samestep.training import folder, machine, report, setup
 from samestep.training.display import Display
+from samestep.training.exporting import Trained, export, exported_losses
 from samestep.training.guard import refuse_lost_updates
 from samestep.training.monitor import Shares
 from samestep.training.outlook import described, learning_rates, outlook, sentences
@@ -77,7 +75,8 @@ class _Run:
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
         self.unused = models.unused_weights(model)
-        self.outlook = outlook(self.recipe, self.plan, model, self.total_steps) if here.is_main else None
+        self.rates = learning_rates(self.recipe, self.total_steps)
+        self.outlook = outlook(self.recipe, self.plan, model, self.rates) if here.is_main else None
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
         self.display = Display(steps=self.total_steps, every=recipe.log.every, quiet=not here.is_main)
@@ -127,16 +126,9 @@ class _Run:
         engine = self.recipe.engine
         self.display.plan(self.plan, engine=engine.name, ranks=engine.ranks)
         self.display.say(report.upcast_sentence(self.plan, shared_by=self._shared_by))
-        if self.unused:
-            self.display.say(f"The model has no place for {len(self.unused)} stored weights: {self.unused[0]} first.")
-        for sentence in sentences(self.outlook) if self.outlook else ():
+        for sentence in _notes(self.plan, self.unused, self.outlook):
             self.display.say(sentence)
-        rows = self.data.train_report
-        dropped = rows.dropped_too_long + rows.dropped_empty + rows.dropped_without_labels
-        self.display.say(
-            f"{rows.kept:,} of {rows.rows_read:,} rows ({rows.truncated} truncated, {dropped} dropped), "
-            f"{rows.label_tokens:,} label tokens, {self.total_steps} steps."
-        )
+        self.display.say(report.rows_sentence(self.data.train_report, self.total_steps))
 
     @property
     def _shared_by(self) -> int:
@@ -159,14 +151,10 @@ class _Run:
             return  # the size of an SGD update is not known beforehand; other roundings lose nothing
         refuse_lost_updates(
             self.engine.masters(),
-            peak_lr=max(learning_rates(self.recipe, self.total_steps)),
+            peak_lr=max(self.rates),
             limit=self.recipe.precision.max_lost_update_share,
             world=self.world,
         )
-
-    def _lr(self, step: int) -> float:
-        train = self.recipe.train
-        return lr_at(step, lr=train.optimizer.lr, schedule=train.schedule, total_steps=self.total_steps)
 
     def _evaluates_at(self, step: int) -> bool:
         every = self.recipe.train.evaluate_every
@@ -189,7 +177,7 @@ class _Run:
     def _step(self, index: int, stop: bool) -> tuple[StepOutcome, folder.StepRecord]:
         step = index + 1
         data = self.loader.step(index)
-        lr = self._lr(step)
+        lr = self.rates[index]
         scale = self.stepper.scale.value if self.stepper.scale else None
         began = time.perf_counter()
         outcome = self.stepper.step(
@@ -244,52 +232,23 @@ class _Run:
     def _finish(self, status: str) -> dict[str, Any] | None:
         """Exports and sums up."""
         self.display.close()
-        model, dropped, gone = None, Dropped(), None
-        loaded: dict[str, torch.Tensor] = {}
-        if self.world.is_main and self.recipe.train.export:
-            try:
-                model = models.load_model(self.recipe.model, seed=self.recipe.train.seed)
-            except ModelError as error:
-                gone = error  # what was trained is still here
-        if model is not None:
-            loaded = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-            cast_for_export(model, self.recipe.precision.export_dtype)
-        into = {name: p.data for name, p in model.named_parameters()} if model is not None else {}
-        digest = gather_weights(
-            self.engine,
-            self.world,
-            into=into,
-            random=self._export_random,
-            masters=self.out / "masters.safetensors" if self.keep_masters or gone else None,
-            counted=lambda name, whole: dropped.add(loaded=loaded.pop(name), trained=whole, exported=into[name]),
+        trained = Trained(
+            recipe=self.recipe,
+            plan=self.plan,
+            engine=self.engine,
+            world=self.world,
+            steps=self.last.step if self.last else 0,
+            out=self.out,
         )
-        if gone is not None:
-            raise RunError(
-                f"the model can no longer be loaded, so nothing is exported ({gone}); the trained weights are kept",
-                where=str(self.out / "masters.safetensors"),
-                remedy="They are the masters, by parameter name, in safetensors.",
-            ) from gone
-        if model is not None:
-            folder.write_folder(self.out / "export", partial(write_export, model, self.tokenizer))
-        losses = self._exported_losses() if status == "completed" else {}
+        digest, dropped = export(trained, self.tokenizer, keep_masters=self.keep_masters)
+        losses: dict[str, Any] = {}
+        if self.held_out is not None and status == "completed":
+            losses = exported_losses(
+                trained, self.evaluations[-1]["loss"], partial(self.stepper.evaluate, self.held_out)
+            )
         if not self.world.is_main:
             return None
-        export = dropped.described() | losses if model is not None else None
-        return self._sum_up(status, digest, export)
-
-    def _exported_losses(self) -> dict[str, float | None]:
-        """The held-out loss of the trained weights and of what the export has of them, where the two differ. The last
-        thing that is done with the engine: its masters are rounded for it."""
-        dtype = self.recipe.precision.export_dtype
-        dtypes = {p.name: p.loaded if dtype == "loaded" else DTYPES[dtype] for p in self.plan.trainable}
-        rounds = any(d.itemsize < self.plan.master.itemsize for d in dtypes.values())
-        if self.held_out is None or not self.recipe.train.export or not rounds:
-            return {}
-        keep_what_is_exported(self.engine, dtypes, self._export_random)
-        exported = self.stepper.evaluate(self.held_out)
-        return {"trained_loss": self.evaluations[-1]["loss"], "exported_loss": folder.finite(exported)}
-
-    def _sum_up(self, status: str, digest: str | None, export: dict[str, Any] | None) -> dict[str, Any]:
+        exported = dropped.described() | losses if dropped else None
         summary = report.summary(
             self.recipe,
             status=status,
@@ -297,32 +256,32 @@ class _Run:
             last=self.last,
             evaluations=self.evaluations,
             shares=self.shares,
-            export=export,
+            export=exported,
             weights_sha256=digest,
             out=self.out,
             seconds=time.time() - self.started,
             device=self.world.device.type,
         )
         folder.write_json(self.out / "summary.json", summary)
-        for sentence in report.vanished_sentences(self.recipe, self.plan, self.shares, export):
+        for sentence in report.vanished_sentences(self.recipe, self.plan, self.shares, exported):
             self.display.say(sentence)
         done = "done" if status == "completed" else "stopped as asked"
         self.display.say(f"{done} after {summary['steps']} steps: {self.out}")
         return summary
-
-    @property
-    def _export_random(self) -> Callable[[str], Stream] | None:
-        """A parameter's random numbers for a stochastic export; None when it rounds to nearest."""
-        return self._export_stream if self.recipe.precision.export_rounding == "stochastic" else None
-
-    def _export_stream(self, name: str) -> Stream:
-        return stream(self.recipe.train.seed, self.last.step if self.last else 0, name, "export")
 
     def close(self) -> None:
         self.display.close()
         for tracker in self.trackers:
             tracker.close()
         self.engine.close()
+
+
+def _notes(plan: Plan, unused: tuple[str, ...], found: Forecast | None) -> list[str]:
+    """What is worth saying about this model before the run."""
+    notes = [float8] if (float8 := report.float8_sentence(plan)) else []
+    if unused:
+        notes.append(f"The model has no place for {len(unused)} stored weights: {unused[0]} first.")
+    return notes + (sentences(found) if found else [])
 
 
 def _record(

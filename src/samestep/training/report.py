@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from samestep.data import PreparationReport
 from samestep.dtypes import dtype_name
 from samestep.precision.facts import Facts, Violation
 from samestep.precision.plan import Plan, described
@@ -33,6 +35,29 @@ def upcast_sentence(plan: Plan, *, shared_by: int) -> str:
     )
 
 
+def rows_sentence(rows: PreparationReport, steps: int) -> str:
+    """What became of the data, for people: data.json has the rest."""
+    reasons = {
+        "too long": rows.dropped_too_long,
+        "empty": rows.dropped_empty,
+        "without label tokens": rows.dropped_without_labels,
+    }
+    dropped = ", ".join(f"{count} dropped as {reason}" for reason, count in reasons.items() if count) or "0 dropped"
+    return (
+        f"{rows.kept:,} of {rows.rows_read:,} rows ({rows.truncated} truncated, {dropped}), "
+        f"{rows.label_tokens:,} label tokens, {steps} steps."
+    )
+
+
+def float8_sentence(plan: Plan) -> str | None:
+    """How many layers multiply in float8, and why the others do not, for people; None where none does."""
+    if not plan.float8.names:
+        return None
+    reasons = Counter(plan.float8.left_out.values())
+    others = "; ".join(f"{count} not: {reason}" for reason, count in reasons.items())
+    return f"{len(plan.float8.names)} layers multiply in float8" + (f"; {others}." if others else ".")
+
+
 def write_precision(
     path: Path,
     plan: Plan,
@@ -45,11 +70,14 @@ def write_precision(
     """Writes the plan, the forecast, what was observed (None before the first step) and where plan and facts differ."""
     described_plan = described(plan)
     described_plan["parameters"]["upcast_bytes_per_rank"] = plan.upcast_bytes // shared_by
-    observed = facts.roles.items() if facts else ()
+    observed: dict[str, Any] | None = None
+    if facts is not None:
+        observed = {role: [dtype_name(d) for d in dtypes] for role, dtypes in facts.roles.items()}
+        observed["float8_layers"] = sorted(facts.float8)
     content = {
         "plan": described_plan,
         "forecast": forecast,
-        "facts": {role: [dtype_name(d) for d in dtypes] for role, dtypes in observed} or None,
+        "facts": observed,
         "violations": [{"role": v.role, "what": str(v)} for v in violations],
         "upcast": upcast_sentence(plan, shared_by=shared_by),
     }

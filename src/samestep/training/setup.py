@@ -10,8 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep import models
 from samestep.data import Loader, Prepared
-from samestep.errors import ModelError
+from samestep.errors import DataError, ModelError
 from samestep.recipe.schema import Recipe
+
+_MOST_STEPS = 10_000_000
 
 
 def training_loader(data: Prepared, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Loader:
@@ -50,7 +52,14 @@ def total_steps(recipe: Recipe, loader: Loader) -> int:
     if recipe.train.steps is not None:
         return recipe.train.steps
     assert recipe.train.epochs is not None
-    return max(1, math.ceil(recipe.train.epochs * loader.steps_per_epoch))
+    steps = max(1, math.ceil(recipe.train.epochs * loader.steps_per_epoch))
+    if steps > _MOST_STEPS:
+        raise DataError(
+            f"{recipe.train.epochs:g} epochs are {steps:,} steps; at most {_MOST_STEPS:,} can be made",
+            where="train.epochs",
+            remedy="Ask for fewer.",
+        )
+    return steps
 
 
 def check_vocabulary(model: torch.nn.Module, data: Prepared) -> None:

@@ -51,7 +51,7 @@ class Stepper:
     def step(self, data: GlobalStep, *, index: int, lr: float, measure: bool, stop: bool, facts: bool) -> StepOutcome:
         """One optimizer step on `data`. `index` counts from 0. Nothing is updated when the loss or the gradient is not
         finite; what that means is the caller's to say. `measure` counts lost updates, `facts` observes dtypes."""
-        observer = ComputeObserver(self.engine.model) if facts else None
+        observer = ComputeObserver(self.engine.module) if facts else None
         loss, should_stop, logits = self._forward_backward(data, index, stop)
         if observer is not None:
             observer.close()
@@ -118,6 +118,7 @@ class Stepper:
             reduced=self.engine.reduced_dtypes,
             computed=observer.dtypes,
             logits=logits,
+            float8_layers=observer.float8,
         )
 
     def settle(self, outcome: StepOutcome) -> bool:

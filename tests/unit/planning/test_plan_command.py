@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from samestep import cli
-from tests.small_runs import change, make_folder
+from tests.small_runs import change, make_folder, make_model
 
 RECIPE = """\
 name: tiny
@@ -69,7 +69,7 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"]["total"] == found["parameters"]["trainable"] == 17 * 12 + 3 * block + 12
     assert len(found["parameters"]["upcast"]) == 1 + 3 * 9 + 1
     assert found["parameters"]["upcast_bytes"] == 2 * found["parameters"]["total"]
-    assert len(found["memory"]) == 7 * 6
+    assert len(found["memory"]) == 7 * 7
     for row in found["memory"]:
         assert sum(row["items"].values()) == row["bytes_per_rank"]
         assert row["ranks"] == 2
@@ -131,7 +131,7 @@ def test_no_forecast_for_sgd(folder: Path, capsys: pytest.CaptureFixture[str]) -
 def test_weights_that_are_not_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model" / "model.safetensors").unlink()
     found = plan(capsys)
-    assert len(found["memory"]) == 42
+    assert len(found["memory"]) == 49
     assert "no safetensors" in found["forecast"]["source"]
     assert cli.main(["plan", "r.yaml"]) == 0
     assert "No forecast: " in capsys.readouterr().out
@@ -183,3 +183,23 @@ def test_a_model_of_70_billion_parameters_takes_no_room(tmp_path: Path) -> None:
     assert any(row["fits"] for row in found["memory"])
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of the largest child so far
     assert peak == before or peak < 2 * 1024**2
+
+
+def test_float8_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_model(**sizes, num_hidden_layers=1).save_pretrained(folder / "model")
+    layers = [f"model.layers.0.{name}" for name in ("self_attn.q_proj", "self_attn.o_proj")]
+    layers += [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    found = plan(capsys, "--precision", "mixed-fp8")["float8"]
+    assert found["layers"] == layers
+    keys = {f"model.layers.0.self_attn.{name}_proj": "its sizes are no multiples of 16" for name in "kv"}
+    assert found["left_out"] == {**keys, "lm_head": "precision.fp8.skip: *lm_head*"}
+    assert plan(capsys)["float8"] == {"layers": [], "left_out": {}}
+    assert cli.main(["plan", "r.yaml", "--precision", "mixed-fp8"]) == 0
+    text = capsys.readouterr().out
+    assert "5 layers multiply in float8: model.layers.0.self_attn.q_proj" in text
+    assert "Not in float8, its sizes are no multiples of 16: model.layers.0.self_attn.k_proj" in text
+
+
+def test_a_model_without_float8_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no layer of this model can compute in float8" in refused(capsys, "--precision", "mixed-fp8")

@@ -53,7 +53,9 @@ def facts_of(plan: Plan, *, has_moments: bool = True, **changes: Any) -> Facts:
     return replace(seen, roles=seen.roles | changes)
 
 
-@pytest.mark.parametrize("regime", ["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan"])
+@pytest.mark.parametrize(
+    "regime", ["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan", "mixed-fp8"]
+)
 def test_nothing_to_say(regime: str) -> None:
     plan = plan_of(regime)
     assert violations(plan, facts_of(plan), several_ranks=True) == []

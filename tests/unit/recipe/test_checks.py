@@ -54,6 +54,7 @@ BAD = [
     (["data.template='{a:5}'", "data.loss_on=all"], "data.template", "is not a column"),
     (["data.template='plain {{a}}'", "data.loss_on=all"], "data.template", "names no column"),
     (["precision={regime: low, low_dtype: float16}"], "precision.low_dtype", "regime: mixed"),
+    (["precision={regime: mixed-fp8, low_dtype: float16}"], "precision.low_dtype", "use bfloat16"),
     (["precision.loss_scale={initial: 2, minimum: 4}"], "precision.loss_scale.minimum", "above the initial"),
     (["engine={name: hsdp, ranks: 1}"], "engine.ranks", "at least 2 ranks"),
     (["engine={name: hsdp, ranks: 6, shard_ranks: 4}"], "engine.shard_ranks", "1, 2, 3, 6"),

@@ -22,7 +22,7 @@ def foreseen(*changes: str, weights: torch.Tensor | None = None) -> Forecast | N
     model: Any = nn.Module()
     normal = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 0.02
     model.weight = nn.Parameter((normal if weights is None else weights).bfloat16())
-    return outlook(recipe, resolve_plan(recipe, model), model, STEPS)
+    return outlook(recipe, resolve_plan(recipe, model), model, learning_rates(recipe, STEPS))
 
 
 def text_of(*changes: str, **others: Any) -> str:
