@@ -55,6 +55,8 @@ def _reason(name: str, module: nn.Module, skip: Sequence[str], ignored_modules: 
     """Why a module stays out of float8; None when it does not."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return f"{type(module).__name__} is not a torch.nn.Linear"
+    if not module.weight.is_floating_point():
+        return "its weight is quantised"
     for pattern in skip:
         if fnmatchcase(name, pattern):
             return f"precision.fp8.skip: {pattern}"
