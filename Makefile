@@ -76,7 +76,7 @@ unit: $(STAMP) ## tests without ranks
 .PHONY: distributed
 distributed: $(STAMP) ## tests with real ranks
 	$(stage) 'tests with real ranks'
-	$(BIN)/python -m pytest -q --durations=10 tests/distributed tests/equivalence
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 tests/distributed tests/equivalence
 
 .PHONY: test
 test: lint unit distributed ## every check (under 25 minutes on 2 cores)

@@ -73,6 +73,10 @@ class OutputError(SamestepError):
     """A place that cannot be written."""
 
 
+class CheckpointError(SamestepError):
+    """A checkpoint that is damaged, or that does not belong to the run."""
+
+
 class RunError(SamestepError):
     """A run that started and could not go on (a dead rank, a non-finite loss)."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,3 +115,12 @@ def gather_numbers(values: list[float], world: World) -> list[list[float]]:
     everyone = [torch.empty_like(mine) for _ in range(world.size)]
     dist.all_gather(everyone, mine)
     return [row.tolist() for row in everyone]
+
+
+def gather_objects(value: Any, world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's small picklable object, by rank. All ranks of the group must call it."""
+    if world.size == 1:
+        return [value]
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone

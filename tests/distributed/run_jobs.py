@@ -2,23 +2,84 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 from samestep import models, world
+from samestep.checkpoint import store
 from samestep.engines import build
+from samestep.errors import SamestepError
 from samestep.recipe import Recipe
 from samestep.training import folder
+from samestep.training.checkpoints import Checkpoints, Course
 from samestep.training.rank import Request, run
 
 
-def train(recipe: dict[str, Any], out: str, keep_masters: bool = False) -> dict[str, Any] | None:
-    """Runs a recipe into `out`; the summary on rank 0."""
+def train(
+    recipe: dict[str, Any],
+    out: str,
+    keep_masters: bool = False,
+    resume: str | None = None,
+    stop_after: int | None = None,
+) -> dict[str, Any] | None:
+    """Runs a recipe into `out`; the summary on rank 0. `resume` is the run folder to go on from, which may be `out`."""
+    here = world.start(timeout_seconds=60)
+    source = store.newest(Path(resume)) if resume else None
+    if here.is_main:
+        folder.reopen(Path(out)) if resume == out else folder.prepare(Path(out), overwrite=False)
+    world.gather_numbers([0.0], here)
+    return run(
+        Request(
+            recipe=Recipe.model_validate(recipe),
+            out=Path(out),
+            keep_masters=keep_masters,
+            resume=source,
+            stop_after=stop_after,
+        )
+    )
+
+
+def refusal(**arguments: Any) -> str:
+    """What `train` refuses with, on this rank."""
+    try:
+        train(**arguments)
+    except SamestepError as error:
+        return str(error)
+    return "not refused"
+
+
+def cannot_save(recipe: dict[str, Any], out: str) -> str:
+    """What a run says that finds a file where its checkpoints should go."""
     here = world.start(timeout_seconds=60)
     if here.is_main:
         folder.prepare(Path(out), overwrite=False)
+        (Path(out) / store.FOLDER).write_text("in the way")
     world.gather_numbers([0.0], here)
-    return run(Request(recipe=Recipe.model_validate(recipe), out=Path(out), keep_masters=keep_masters))
+    try:
+        run(Request(recipe=Recipe.model_validate(recipe), out=Path(out)))
+    except SamestepError as error:
+        return str(error)
+    return "not refused"
+
+
+def late_for_a_checkpoint(out: str) -> str:
+    """Rank 1 comes too late to save: what rank 0 says of it."""
+    here = world.start(timeout_seconds=60)
+    checked = Recipe.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"timeout_seconds": 2}, "train": {"steps": 1}}
+    )
+    nothing: Any = None
+    course = Course(recipe=checked, plan=nothing, rows_per_step=1, data_sha256="")
+    checkpoints = Checkpoints(course, nothing, Path(out), here)
+    if not here.is_main:
+        time.sleep(4)
+        return ""
+    try:
+        checkpoints.save(1)
+    except SamestepError as error:
+        return str(error)
+    return "not refused"
 
 
 def engine_made(recipe: dict[str, Any]) -> dict[str, Any]:

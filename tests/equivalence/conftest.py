@@ -44,7 +44,8 @@ def run(ranks: Any) -> Run:
         checked = Recipe.model_validate(recipe)
         assert findings(checked) == []
         single = checked.engine.name == "single"
-        key = (json.dumps(recipe, sort_keys=True), hash(examples.tokens.tobytes()), hash(repr(sorted(arguments))))
+        places = repr(sorted((name, value if isinstance(value, str) else None) for name, value in arguments.items()))
+        key = (json.dumps(recipe, sort_keys=True), hash(examples.tokens.tobytes()), hash(places))
         if key not in kept:
             size = 1 if single else checked.engine.ranks
             name = f"{checked.engine.name}+{checked.precision.regime} on {checked.engine.ranks} ranks"

@@ -114,6 +114,20 @@ VARIANTS = [
         changes={"model__lora": LORA},
     ),
     Variant(
+        name="reduced in fp32",
+        regimes=("low", "low-kahan"),
+        changes=SHORT | {"precision__overrides": {"reduce": "float32"}},
+    ),
+    Variant(
+        name="reduced in bf16",
+        regimes=("full", "mixed"),
+        changes=SHORT | {"precision__overrides": {"reduce": "bfloat16"}},
+    ),
+    Variant(
+        name="frozen layers cast to bf16",
+        changes={"model__freeze": FROZEN, "precision__overrides": {"frozen": "bfloat16", "master": "float32"}},
+    ),
+    Variant(
         name="sgd",
         regimes=ALL,
         changes={"train__optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}},

@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from samestep import world
 from samestep.checkpoint.gather import gather_masters
+from samestep.checkpoint.state import state_of
 from samestep.data import Examples, Loader
 from samestep.engines import build, loading
 from samestep.engines.protocol import Engine, Shard, Turn
 from samestep.optim import lr_at
 from samestep.precision.facts import violations
+from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
+from samestep.training.checkpoints import Checkpoints, Course
 from samestep.training.steps import Stepper
+from samestep.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,8 @@ class Step:
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
     """What one rank brings back. `replica` numbers the copy of the parameters that it holds a share of; `masters` are
-    the whole final parameters on rank 0, nothing on the others."""
+    the whole final parameters on rank 0, nothing on the others. `states` has, by step, digests of masters and of the
+    optimizer's state where a checkpoint was saved or taken up."""
 
     replica: int
     start: dict[str, int]
@@ -49,6 +55,7 @@ class RankRun:
     evaluations: list[float]
     violations: list[str]
     dtypes: dict[str, str]
+    states: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,7 @@ class Trajectory:
     masters: dict[str, torch.Tensor]
     evaluations: list[float]
     dtypes: dict[str, str] = field(default_factory=dict)
+    states: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
 def train(
@@ -69,8 +77,11 @@ def train(
     held_out: Examples | None = None,
     measure: bool = False,
     poison: tuple[int, int, int] | None = None,
+    save: str | None = None,
+    resume: str | None = None,
 ) -> RankRun:
-    """A job for ranks: `recipe.train.steps` steps of the product's own step code on these examples.
+    """A job for ranks: `recipe.train.steps` steps of the product's own step code on these examples. With `save`, writes
+    the recipe's checkpoints into that run folder; with `resume`, goes on from that checkpoint.
 
     Evaluates before and after when there is held-out data. `poison` is (step, micro-batch, rank) of a backward pass
     whose gradient becomes infinite, while its loss stays what it is.
@@ -84,14 +95,23 @@ def train(
         stepper = Stepper(_poisoned(engine, *poison) if poison else engine, checked, here, plan)
         loader = loader_of(checked, examples)
         evaluations = [stepper.evaluate(evaluation_loader_of(checked, held_out))] if held_out is not None else []
+        checkpoints = _checkpoints(checked, plan, stepper, loader, Path(save or "unused"), here)
+        done, states = 0, {}
+        if resume:
+            done = checkpoints.resume(Path(resume), allow_changes=False).step
+            states[done] = _state_digests(engine)
         start = _digests(engine)
         assert checked.train.steps is not None
         steps, broken = [], []
-        for index in range(checked.train.steps):
-            step, found = _step(stepper, loader, checked, index, measure)
+        for index in range(done, checked.train.steps):
+            step, found = _step(stepper, loader, checked, index, measure=measure, observe=index == done)
             steps.append(step)
+            if save and checkpoints.due(index + 1):
+                states[index + 1] = _state_digests(engine)
+                checkpoints.save(index + 1)
             if found is not None:
                 broken += [str(v) for v in violations(plan, found, several_ranks=here.size > 1)]
+        checkpoints.finish()
         if held_out is not None:
             evaluations.append(stepper.evaluate(evaluation_loader_of(checked, held_out)))
         whole = {name: tensor for name, tensor in gather_masters(engine, here) if tensor is not None}
@@ -103,6 +123,7 @@ def train(
             evaluations=evaluations,
             violations=broken,
             dtypes={name: str(p.dtype) for name, p in engine.model.named_parameters()},
+            states=states,
         )
     finally:
         engine.close()
@@ -128,12 +149,14 @@ def _poisoned(engine: Engine, step: int, micro: int, rank: int) -> Engine:
     return _Poisoned(engine, step, Turn(micro=micro, rank=rank))  # type: ignore[return-value]
 
 
-def _step(stepper: Stepper, loader: Loader, recipe: Recipe, index: int, measure: bool) -> tuple[Step, Any]:
+def _step(
+    stepper: Stepper, loader: Loader, recipe: Recipe, index: int, *, measure: bool, observe: bool
+) -> tuple[Step, Any]:
     total = recipe.train.steps or 0
     lr = lr_at(index + 1, lr=recipe.train.optimizer.lr, schedule=recipe.train.schedule, total_steps=total)
     scale = stepper.scale.value if stepper.scale else None
     data = loader.step(index)
-    outcome = stepper.step(data, index=index, lr=lr, measure=measure, stop=False, facts=index == 0)
+    outcome = stepper.step(data, index=index, lr=lr, measure=measure, facts=observe)
     tolerated = stepper.settle(outcome)
     assert tolerated or recipe.train.on_non_finite == "skip", f"step {index} is not finite"
     step = Step(
@@ -181,6 +204,15 @@ def evaluation_loader_of(recipe: Recipe, examples: Examples) -> Loader:
     )
 
 
+def _checkpoints(recipe: Recipe, plan: Plan, stepper: Stepper, loader: Loader, out: Path, here: World) -> Checkpoints:
+    course = Course(recipe=recipe, plan=plan, rows_per_step=loader.rows_per_step, data_sha256=loader.examples.sha256)
+    return Checkpoints(course, stepper, out, here)
+
+
+def _state_digests(engine: Engine) -> dict[str, int]:
+    return {shard.name: digest(shard) for shard in state_of(engine)}
+
+
 def _digests(engine: Engine) -> dict[str, int]:
     return {shard.name: digest(shard) for shard in engine.masters()}
 
@@ -214,6 +246,9 @@ def joined(name: str, runs: Sequence[RankRun]) -> Trajectory:
     assert all(run.evaluations == runs[0].evaluations for run in runs), f"{name}: ranks disagree about the evaluation"
     masters = runs[0].masters
     start = _added(name, [run.replica for run in runs], [run.start for run in runs])
+    states = {
+        step: _added(name, [run.replica for run in runs], [run.states[step] for run in runs]) for step in runs[0].states
+    }
     steps = []
     for index, of_ranks in enumerate(zip(*(run.steps for run in runs), strict=True)):
         first = of_ranks[0]
@@ -231,6 +266,7 @@ def joined(name: str, runs: Sequence[RankRun]) -> Trajectory:
         masters=masters,
         evaluations=runs[0].evaluations,
         dtypes=runs[0].dtypes,
+        states=states,
     )
 
 

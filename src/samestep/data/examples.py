@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -34,6 +35,14 @@ class Examples:
     def row_label_tokens(self) -> np.ndarray:
         """int64 [rows]: tokens of each row that count in the loss."""
         return np.diff(np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))[self.row_starts])
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of all rows and of what counts in them: equal for equal training data, wherever it came from."""
+        digest = hashlib.sha256()
+        for array in (self.tokens, self.counts, self.row_starts, self.document_starts):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
 
     @property
     def largest_token_id(self) -> int:

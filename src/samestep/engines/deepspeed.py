@@ -21,7 +21,7 @@ from samestep.engines.deepspeed_config import deepspeed_config
 from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer
 from samestep.errors import EngineError, RunError
-from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, set_lr
+from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, prepare_state, set_lr
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Engine as EngineRecipe
 from samestep.rounding import stochastic_to_bfloat16, stream
@@ -75,7 +75,7 @@ class DeepSpeedEngine:
             # Stages 1 and 2 can be told to sum; stage 3 divides by the ranks and multiplies by this ratio. A loss
             # scaled up instead would reach into another range of fp16.
             self._zero._gradient_averaging_world_size = lambda *_: 1
-        self._slices = list(self._layout({id(p): name for name, p in named.items()}))
+        self._slices = self._layout({id(p): name for name, p in named.items()})
         self._by_name = {s.name: s for s in self._slices}
         for shard in self.masters():
             if shard.name in originals:
@@ -85,8 +85,8 @@ class DeepSpeedEngine:
         if isinstance(inner, LowPrecisionAdamW):
             for group in {s.group for s in self._slices}:
                 inner.describe(self._partition(group), [_piece(s) for s in self._slices if s.group == group])
-        # Counts updates of the weights: what they are rounded with must not repeat.
-        self._version = 0
+        # What weights are rounded with must not repeat: it depends on this.
+        self.updates = 0
         self._seed = seed
         if plan.cast == "stochastic":
             self._round_stochastically()
@@ -149,7 +149,7 @@ class DeepSpeedEngine:
 
     def apply(self, lr: float) -> None:
         set_lr(self._zero.optimizer, lr)
-        self._version += 1
+        self.updates += 1
         self._engine.step()
         if self._zero.overflow:
             raise RunError("DeepSpeed skipped a step whose gradient is finite", remedy="Report this as a bug.")
@@ -182,6 +182,11 @@ class DeepSpeedEngine:
         self._restore = lambda: setattr(module, "all_gather_dp_groups", gather)
         self.refresh()
 
+    def prepare(self, keys: Sequence[str], updates: int) -> None:
+        self.updates = updates
+        partitions = [self._partition(group) for group in sorted({s.group for s in self._slices})]
+        prepare_state(self._zero.optimizer, partitions, keys, updates=updates)
+
     def refresh(self) -> None:
         zero = self._zero
         if self.stage < 3:
@@ -202,7 +207,7 @@ class DeepSpeedEngine:
         master = self._partition(group).detach()
         for s in self._slices:
             if s.group == group:
-                random = stream(self._seed, self._version, s.name, "cast")
+                random = stream(self._seed, self.updates, s.name, "cast")
                 stochastic_to_bfloat16(master[_range(s)], random, start=s.start, out=low[_range(s)])
 
     def discard(self) -> None:
@@ -215,6 +220,13 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._restore()
         self._engine.destroy()
+
+    def _layout(self, names: dict[int, str]) -> list[_Slice]:
+        if self.stage == 3:
+            return list(_zero3_layout(self._zero.fp16_groups, names, self._world.rank))
+        groups = self._zero.bf16_groups if self._is_bf16_optimizer else self._zero.bit16_groups
+        lengths = [self._partition(group).numel() for group in range(len(groups))]
+        return list(_zero12_layout(groups, lengths, names, self._world.rank))
 
     def _partition(self, group: int) -> torch.Tensor:
         """This rank's flat master partition of a parameter group."""
@@ -241,24 +253,22 @@ class DeepSpeedEngine:
             remedy="Use the DeepSpeed release that constraints.txt names.",
         )
 
-    def _layout(self, names: dict[int, str]) -> Iterator[_Slice]:
-        rank = self._world.rank
-        if self.stage == 3:
-            yield from _zero3_layout(self._zero.fp16_groups, names, rank)
-            return
-        groups = self._zero.bf16_groups if self._is_bf16_optimizer else self._zero.bit16_groups
-        for group, parameters in enumerate(groups):
-            length = self._partition(group).numel()
-            begin = rank * length
-            position = 0
-            for parameter in parameters:
-                low, high = max(begin, position), min(begin + length, position + parameter.numel())
-                # A parameter that lies in other ranks' partitions still gets a slice, of no elements.
-                numel = max(0, high - low)
-                start = low - position if numel else 0
-                offset = low - begin if numel else 0
-                yield _slice(names[id(parameter)], parameter.shape, start, group, offset, numel)
-                position += parameter.numel()
+
+def _zero12_layout(
+    groups: Sequence[Sequence[torch.Tensor]], lengths: Sequence[int], names: dict[int, str], rank: int
+) -> Iterator[_Slice]:
+    """`lengths` are those of one rank's partitions, by group."""
+    for group, (parameters, length) in enumerate(zip(groups, lengths, strict=True)):
+        begin = rank * length
+        position = 0
+        for parameter in parameters:
+            low, high = max(begin, position), min(begin + length, position + parameter.numel())
+            # A parameter that lies in other ranks' partitions still gets a slice, of no elements.
+            numel = max(0, high - low)
+            start = low - position if numel else 0
+            offset = low - begin if numel else 0
+            yield _slice(names[id(parameter)], parameter.shape, start, group, offset, numel)
+            position += parameter.numel()
 
 
 def _zero3_layout(groups: Sequence[Sequence[Any]], names: dict[int, str], rank: int) -> Iterator[_Slice]:

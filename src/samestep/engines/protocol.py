@@ -52,11 +52,13 @@ class Engine(Protocol):
     """One training state on one rank.
 
     `model` is what to call; `module` the model itself, whose parameters and buffers have the names it was loaded with.
+    `updates` counts the updates of the weights.
     """
 
     model: nn.Module
     module: nn.Module
     replica: Replica
+    updates: int
 
     @property
     def reduced_dtypes(self) -> set[torch.dtype]:
@@ -89,6 +91,11 @@ class Engine(Protocol):
 
     def discard(self) -> None:
         """Drops the gradient of this step without an update. The gradient is non-finite then."""
+        ...
+
+    def prepare(self, keys: Sequence[str], updates: int) -> None:
+        """Makes the optimizer's state what it is after `updates` updates, but for its values: `moments()` has zeros
+        under `keys` then, for the caller to fill, as `masters()`, before `refresh()`."""
         ...
 
     def refresh(self) -> None:

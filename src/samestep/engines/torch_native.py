@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from samestep.engines import stochastic_gather
 from samestep.engines.loading import Filler
 from samestep.engines.protocol import Replica, Shard, Turn
 from samestep.engines.reduction import Reducer, TreeAccumulator
-from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, set_lr
+from samestep.optim import LowPrecisionAdamW, OptimizerFactory, Piece, prepare_state, set_lr
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Engine as EngineRecipe
 from samestep.world import World
@@ -88,8 +89,8 @@ class TorchEngine:
             world=world,
         )
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # Counts updates of the weights: what they are rounded with must not repeat.
-        self._version = 0
+        # What weights are rounded with must not repeat: it depends on this.
+        self.updates = 0
         if plan.cast == "stochastic":
             self._round_stochastically(seed)
         # The optimizer works on plain local tensors: the same code, and the same bits, as on every other engine.
@@ -116,7 +117,7 @@ class TorchEngine:
                 for managed in group.fsdp_params:
                     name = names.get(id(managed.sharded_param))
                     if name is not None:
-                        stochastic_gather.install(managed, name=name, seed=seed, version=lambda: self._version)
+                        stochastic_gather.install(managed, name=name, seed=seed, version=lambda: self.updates)
 
     def turns(self, micro_steps: int) -> Sequence[Turn]:
         if not self._emulates:
@@ -139,10 +140,10 @@ class TorchEngine:
         every_step = self._recipe.reduce_every == "step"
         if every_step and not last_micro:
             return  # .grad goes on accumulating this rank's micro-batches
-        self._ranks.push(self._take_gradients())
+        self._ranks.push([gradient.to(self._plan.reduce) for gradient in self._take_gradients()])
         if turn.rank < self._emulates - 1:
             return
-        reduced = self._ranks.total()
+        reduced = [gradient.to(self._plan.gradient) for gradient in self._ranks.total()]
         if self._accumulated is None:
             self._accumulated = reduced
         else:
@@ -176,7 +177,7 @@ class TorchEngine:
             local.grad = gradient.view_as(local)
         set_lr(self._optimizer, lr)
         self._optimizer.step()
-        self._version += 1
+        self.updates += 1
         self.discard()
 
     def discard(self) -> None:
@@ -184,6 +185,10 @@ class TorchEngine:
         for parameter, local in zip(self._parameters.values(), self._locals.values(), strict=True):
             parameter.grad = None
             local.grad = None
+
+    def prepare(self, keys: Sequence[str], updates: int) -> None:
+        self.updates = updates
+        prepare_state(self._optimizer, self._locals.values(), keys, updates=updates)
 
     def refresh(self) -> None:
         # A unit that stayed gathered after a forward pass would be used again as it is.
@@ -289,4 +294,4 @@ def _start(parameter: torch.Tensor) -> int:
         return 0
     mesh = parameter.device_mesh
     rows = -(-parameter.shape[0] // mesh.size())
-    return min(mesh.get_local_rank() * rows, parameter.shape[0]) * (parameter[0].numel() if parameter.dim() > 1 else 1)
+    return min(mesh.get_local_rank() * rows, parameter.shape[0]) * math.prod(parameter.shape[1:])

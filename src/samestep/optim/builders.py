@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -49,3 +49,19 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets the learning rate of every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def prepare_state(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], keys: Iterable[str], *, updates: int
+) -> None:
+    """Gives the optimizer the state it has after `updates` updates, with zeros for every tensor of `keys` that it
+    lacks: a checkpoint is read into them. Does nothing for `updates` 0, where optimizers have no state yet."""
+    if not updates:
+        return
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        if not isinstance(optimizer, torch.optim.SGD):
+            state["step"] = torch.tensor(float(updates))
+        for key in keys:
+            if key not in state:
+                state[key] = torch.zeros_like(parameter, requires_grad=False)

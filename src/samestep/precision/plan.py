@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from samestep.dtypes import DTYPES, dtype_name
-from samestep.precision import float8
+from samestep.precision import float8, overrides
 from samestep.precision.float8 import NO_LAYERS, Float8Layers
 from samestep.recipe.schema import Precision
 
@@ -139,7 +140,7 @@ def regime_of(precision: Precision) -> Regime:
         name=precision.regime,
         master=master,
         compute=compute,
-        reduce=master,
+        reduce=DTYPES[precision.overrides.reduce] if precision.overrides.reduce else master,
         cast="stochastic" if precision.regime == "mixed-stochastic" else "nearest",
         update={"stochastic": "stochastic", "kahan": "compensated"}.get(rounding, "nearest")
         if name == "low"
@@ -159,18 +160,22 @@ def resolve(
     these modules do not compute in float8 either.
     """
     regime = regime_of(precision)
+    frozen = overrides.frozen_dtype(precision, regime.compute, casts_frozen=casts_frozen)
+    ignored = _names_in(model, ignored_modules)
 
-    def held(parameter: nn.Parameter) -> torch.dtype:
+    def held(name: str, parameter: nn.Parameter) -> torch.dtype:
         if parameter.requires_grad:
             return regime.master
-        return regime.compute if casts_frozen and parameter.is_floating_point() else parameter.dtype
+        if frozen is None or name in ignored or not parameter.is_floating_point():
+            return parameter.dtype
+        return frozen
 
     parameters = tuple(
         TensorPlan(
             name=name,
             numel=parameter.numel(),
             loaded=parameter.dtype,
-            held=held(parameter),
+            held=held(name, parameter),
             trainable=parameter.requires_grad,
         )
         for name, parameter in model.named_parameters()
@@ -179,6 +184,9 @@ def resolve(
         TensorPlan(name=name, numel=buffer.numel(), loaded=buffer.dtype, held=buffer.dtype, trainable=False)
         for name, buffer in model.named_buffers()
     )
+    fixed = {"master": regime.master, "compute": regime.compute, "gradient": regime.master}
+    fixed |= {"moments": regime.master, "output": regime.compute}
+    overrides.refuse(precision, fixed, {b.name: b.held for b in buffers if b.held.is_floating_point})
     return Plan(
         regime=regime.name,
         master=regime.master,
@@ -197,6 +205,12 @@ def resolve(
     )
 
 
+def _names_in(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """Names of the parameters of modules that match a pattern."""
+    matching = [path for path, _ in model.named_modules() if path and any(fnmatchcase(path, p) for p in patterns)]
+    return {name for name, _ in model.named_parameters() if any(name.startswith(f"{path}.") for path in matching)}
+
+
 def _roles(
     precision: Precision,
     regime: Regime,
@@ -210,7 +224,11 @@ def _roles(
     export = loaded if precision.export_dtype == "loaded" else (DTYPES[precision.export_dtype],)
     why, master, compute = regime.reason, (regime.master,), (regime.compute,)
     why_frozen = "frozen parameters keep their load dtype and have no master"
-    if any(p.quantised for p in parameters):
+    if precision.overrides.frozen:
+        why_frozen = (
+            f"precision.overrides.frozen: {precision.overrides.frozen}; quantised and ignored ones are left alone"
+        )
+    elif any(p.quantised for p in parameters):
         why_frozen += "; quantised ones are left alone"
     elif casts_frozen:
         why_frozen = "this engine holds frozen parameters in the compute dtype; exports have the loaded values"
@@ -219,7 +237,12 @@ def _roles(
         "master": Role(dtypes=master, reason=why),
         "compute": Role(dtypes=compute, reason=why),
         "gradient": Role(dtypes=master, reason=f"{why}; accumulated and clipped in the master's dtype"),
-        "reduce": Role(dtypes=(regime.reduce,), reason=f"{why}; what crosses the ranks"),
+        "reduce": Role(
+            dtypes=(regime.reduce,),
+            reason=f"precision.overrides.reduce: {precision.overrides.reduce}"
+            if precision.overrides.reduce
+            else f"{why}; what crosses the ranks",
+        ),
         "moments": Role(dtypes=master, reason=f"{why}; the optimizer works in the master's dtype"),
         "buffer": Role(dtypes=_dtypes(b.held for b in buffers), reason="buffers keep what the model gave them"),
         "frozen": Role(dtypes=frozen, reason=why_frozen),

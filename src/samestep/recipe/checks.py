@@ -185,6 +185,16 @@ def _low_float16(recipe: Recipe) -> Iterator[Finding]:
         yield "precision.low_dtype", "mixed-fp8 computes in bfloat16 around its float8 matmuls: use bfloat16"
 
 
+def _reduce_override(recipe: Recipe) -> Iterator[Finding]:
+    wanted = recipe.precision.overrides.reduce
+    if wanted is not None and recipe.engine.reduce_every == "step" and recipe.train.accumulation > 1:
+        yield (
+            "precision.overrides.reduce",
+            "engines add up micro-batches in unlike dtypes before they reduce once per step; "
+            "use engine.reduce_every: micro_batch, or leave it out",
+        )
+
+
 def _update_rounding(recipe: Recipe) -> Iterator[Finding]:
     regime = recipe.precision.regime
     if regime in ("low-stochastic", "low-kahan") and recipe.train.optimizer.name != "adamw":
@@ -286,11 +296,6 @@ def _schedule_settings(recipe: Recipe) -> Iterator[Finding]:
         yield "train.schedule.final_factor", "constant does not use this, only linear and cosine; remove it"
 
 
-def _checkpoint(recipe: Recipe) -> Iterator[Finding]:
-    if recipe.checkpoint.every is not None:
-        yield "checkpoint.every", "checkpoints are not available in this version; remove checkpoint.every"
-
-
 def _is_set(section: Section, name: str) -> bool:
     default: Any = type(section).model_fields[name].default
     return getattr(section, name) != default
@@ -309,6 +314,7 @@ CHECKS = (
     Check(("data.max_tokens",), _room),
     Check(("data.held_out", "data.rows", "train.evaluate_every"), _held_out),
     Check(("precision.regime", "precision.low_dtype"), _low_float16),
+    Check(("precision.overrides", "engine.reduce_every", "train.accumulation"), _reduce_override),
     Check(("precision.regime", "train.optimizer"), _update_rounding),
     Check(("precision.loss_scale",), _loss_scale),
     Check(("engine.name", "engine.ranks", "engine.shard_ranks"), _shard_ranks),
@@ -320,5 +326,4 @@ CHECKS = (
     Check(("train.steps", "train.schedule.warmup_steps"), _warmup),
     Check(("train.optimizer",), _optimizer_settings),
     Check(("train.schedule",), _schedule_settings),
-    Check(("checkpoint.every",), _checkpoint),
 )

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 EngineName = Literal["single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3"]
 RegimeName = Literal["full", "mixed", "mixed-stochastic", "low", "low-stochastic", "low-kahan", "mixed-fp8"]
 LowDtype = Literal["bfloat16", "float16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 # What JSON and every library that these numbers reach can hold.
 _LARGEST = 2**53
 PositiveInt = Annotated[int, Field(gt=0, le=_LARGEST)]
@@ -143,6 +144,32 @@ class Float8(Section):
     """Multiply in float32 what was rounded to float8, on a device that has no float8. Slow: for tests."""
 
 
+class Overrides(Section):
+    """Dtypes of single roles, instead of the regime's. null: the regime's.
+
+    `reduce` and `frozen` can be chosen freely; for the other roles only what the regime has is accepted, so that a
+    recipe can pin what it relies on, and anything else is refused with the regime that has it.
+    """
+
+    master: DtypeName | None = None
+    """Weights in the optimizer."""
+    compute: DtypeName | None = None
+    """Forward and backward passes."""
+    gradient: DtypeName | None = None
+    """Accumulated gradients, as the optimizer gets them."""
+    reduce: DtypeName | None = None
+    """Gradients on their way between ranks: float32 under a low regime keeps sums over many ranks exact; bfloat16
+    under mixed halves the bytes."""
+    moments: DtypeName | None = None
+    """The optimizer's state."""
+    buffer: DtypeName | None = None
+    """Buffers of the model, which keep what the model gave them."""
+    frozen: DtypeName | None = None
+    """Frozen parameters. null: as loaded (on the zero engines: the compute dtype, which is all that they can do)."""
+    output: DtypeName | None = None
+    """Logits. The loss is always float32."""
+
+
 class Precision(Section):
     """Which dtype each role has."""
 
@@ -155,6 +182,8 @@ class Precision(Section):
     """The low-precision dtype: bfloat16, or for `mixed` float16."""
     max_lost_update_share: Annotated[float, Field(ge=0, le=1)] | None = 0.5
     """Refuse to start when the forecast share of lost updates is above this; null turns the guard off."""
+    overrides: Overrides = Overrides()
+    """Dtypes of single roles. `load` and `export` are model.load_dtype and precision.export_dtype."""
     measure_every: PositiveInt = 10
     """Measure the share of lost updates every so many steps (and at the first)."""
     loss_scale: LossScale = LossScale()
@@ -283,14 +312,17 @@ class Train(Section):
 
 
 class Checkpoint(Section):
-    """Checkpoints during the run."""
+    """Checkpoints, in RUN/checkpoints: any engine at any number of ranks goes on from them. With `every` or `minutes`
+    the last step leaves one too. A run that is interrupted always does."""
 
     every: PositiveInt | None = None
-    """Steps between checkpoints; null writes none."""
+    """Steps between checkpoints; null: none for the sake of steps."""
+    minutes: PositiveFloat | None = None
+    """Minutes between checkpoints; null: none for the sake of time."""
     keep: PositiveInt = 2
-    """Checkpoints kept."""
+    """Checkpoints kept; older ones are deleted once a newer one is complete."""
     asynchronous: bool = False
-    """Write in the background."""
+    """Go on training while a checkpoint is written, from a copy of the state in host memory."""
 
 
 class Log(Section):

@@ -14,10 +14,19 @@ from transformers import PreTrainedTokenizerBase
 
 from samestep import models
 from samestep.checkpoint.dropped import Dropped
-from samestep.checkpoint.export import cast_for_export, gather_weights, keep_what_is_exported, write_export
+from samestep.checkpoint.export import (
+    cast_for_export,
+    gather_weights,
+    keep_what_is_exported,
+    round_into,
+    write_export,
+)
+from samestep.checkpoint.manifest import damages, read_manifest
+from samestep.checkpoint.state import master_key, master_names, parameter_of
+from samestep.checkpoint.tensors import whole_tensors
 from samestep.dtypes import DTYPES
 from samestep.engines.protocol import Engine
-from samestep.errors import ModelError, RunError
+from samestep.errors import CheckpointError, ModelError, OutputError, RunError
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
 from samestep.rounding import Stream, stream
@@ -79,6 +88,38 @@ def export(
         return digest, None
     folder.write_folder(run.out / "export", partial(write_export, model, tokenizer))
     return digest, dropped
+
+
+def export_checkpoint(source: Path, out: Path, *, dtype: str | None, overwrite: bool) -> None:
+    """Writes what a run would have exported at a checkpoint into the folder `out`, in this one process.
+
+    `dtype` instead of the recipe's export dtype. Raises CheckpointError for a damaged checkpoint, OutputError when
+    `out` is there already and not to be replaced, ModelError when the run's model cannot be loaded any more.
+    """
+    if out.exists() and not overwrite:
+        raise OutputError("is there already.", where=str(out), remedy="Choose another --out, or give --overwrite.")
+    if out.exists() and not (out / "config.json").is_file():
+        raise OutputError("is not a model's folder.", where=str(out), remedy="--overwrite replaces models only.")
+    manifest = read_manifest(source)
+    if found := damages(source, manifest):
+        raise CheckpointError(f"is damaged: {found[0]}", where=str(source), remedy="Take another checkpoint.")
+    recipe = Recipe.model_validate(manifest.recipe)
+    model = models.load_model(recipe.model, seed=recipe.train.seed)
+    tokenizer = models.load_tokenizer(recipe.model)
+    cast_for_export(model, dtype or recipe.precision.export_dtype)
+    into = _tensors(model)
+    stochastic = recipe.precision.export_rounding == "stochastic"
+    masters = {master_key(name): tensor for name, tensor in into.items() if master_key(name) in manifest.tensors}
+    if strange := sorted(master_names(list(manifest.tensors)) - into.keys()):
+        raise CheckpointError(f"the model has no parameter {strange[0]}", where=str(source))
+    for key, whole in whole_tensors(source, {key: manifest.tensors[key] for key in masters}):
+        name = parameter_of(key)
+        if whole.shape != masters[key].shape:
+            raise CheckpointError(f"{name} has another shape in the model", where=str(source))
+        random = stream(recipe.train.seed, manifest.step, name, "export") if stochastic else None
+        round_into(masters[key], whole, random)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_folder(out, partial(write_export, model, tokenizer))
 
 
 def exported_losses(run: Trained, trained_loss: float | None, evaluate: Callable[[], float]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _OURS = (
     "evaluations.jsonl",
     "summary.json",
     "masters.safetensors",
+    "checkpoints",
     "export",
     "tensorboard",
 )
@@ -74,8 +75,9 @@ def finite(value: float) -> float | None:
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, overwrite: bool) -> Generator[None]:
-    """Makes an empty run folder, which no other process of this machine gets while this one has it.
+def held(folder: Path, *, overwrite: bool, again: bool = False) -> Generator[None]:
+    """Makes an empty run folder, which no other process of this machine gets while this one has it; with `again`, opens
+    one in which a run goes on.
 
     A folder that is empty in the end, because nothing began, is taken away. Raises OutputError as `prepare` does.
     """
@@ -92,7 +94,10 @@ def held(folder: Path, *, overwrite: bool) -> Generator[None]:
                 "another run is writing to this folder.", where=str(folder), remedy="Choose another with --out."
             ) from error
         try:
-            prepare(folder, overwrite=overwrite)
+            if again:
+                reopen(folder)
+            else:
+                prepare(folder, overwrite=overwrite)
             yield
         finally:
             (folder / _LOCK).unlink(missing_ok=True)
@@ -128,6 +133,49 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise _cannot_write(folder, error) from error
+
+
+def reopen(folder: Path) -> None:
+    """Makes a run folder ready to go on in: takes away what says that the run has ended. Raises OutputError."""
+    try:
+        (folder / "summary.json").unlink(missing_ok=True)
+        for name in _LEFTOVERS:
+            path = folder / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif name != _LOCK:
+                path.unlink(missing_ok=True)
+        (folder / _PROBE).write_bytes(b"")
+        (folder / _PROBE).unlink()
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
+def keep_lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """Cuts a .jsonl file of a run that goes on after `step` back to the lines up to that step, and returns them; a line
+    that was not finished goes too. Raises OutputError."""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, ValueError) as error:
+        raise _cannot_write(path, error) from error
+    kept = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] > step:
+            break
+        kept.append(record)
+    if kept or text:
+        write_text(path, "".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
+    return kept
+
+
+def keep_steps(path: Path, step: int) -> StepRecord | None:
+    """`keep_lines` for steps.jsonl; the first step, if it is there."""
+    kept = keep_lines(path, step)
+    return StepRecord(**kept[0]) if kept else None
 
 
 def write_text(path: Path, text: str) -> None:

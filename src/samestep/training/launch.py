@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep import world
+from samestep.checkpoint import store
 from samestep.errors import Interrupted, OutputError, RunError, SamestepError
 from samestep.recipe.schema import Recipe
 from samestep.training import folder
@@ -32,17 +33,32 @@ def train(
     json_output: bool = False,
     overwrite: bool = False,
     keep_masters: bool = False,
+    resume: bool = False,
+    resume_from: Path | None = None,
+    allow_changes: bool = False,
+    stop_after: int | None = None,
 ) -> dict[str, Any] | None:
     """Runs a recipe into the folder `out` and returns its summary (under torchrun on the main rank only).
 
-    `port` is where the ranks meet, by default a free one. Raises SamestepError.
+    `port` is where the ranks meet, by default a free one. `resume` goes on in `out` from its newest complete
+    checkpoint, `resume_from` from a checkpoint, or the newest one of a run, elsewhere; `allow_changes` lets the recipe
+    be another than the checkpoint's. `stop_after` ends the run after that step, with a checkpoint. Raises
+    SamestepError.
     """
     from samestep.training.rank import Request, run
 
-    request = Request(recipe=recipe, out=out, keep_masters=keep_masters)
+    source = out if resume else resume_from
+    request = Request(
+        recipe=recipe,
+        out=out,
+        keep_masters=keep_masters,
+        resume=store.newest(source) if source else None,
+        allow_changes=allow_changes,
+        stop_after=stop_after,
+    )
     if world.launched() and world.launched_rank() > 0:
         return _run_and_leave(request)
-    with folder.held(out, overwrite=overwrite):
+    with folder.held(out, overwrite=overwrite, again=resume):
         if world.launched():
             return _run_and_leave(request)
         if recipe.engine.name == "single":
@@ -78,6 +94,9 @@ def _launch(request: Any, port: int | None) -> None:
                     "recipe": request.recipe.model_dump(mode="json"),
                     "out": str(request.out),
                     "keep_masters": request.keep_masters,
+                    "resume": str(request.resume) if request.resume else None,
+                    "allow_changes": request.allow_changes,
+                    "stop_after": request.stop_after,
                     "launcher": os.getpid(),
                 }
             ),

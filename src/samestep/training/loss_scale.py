@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from samestep.recipe.schema import LossScale
 
 
@@ -26,3 +28,10 @@ class DynamicScale:
         if self._good_steps == self._recipe.growth_interval:
             self.value *= 2
             self._good_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint has of it."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self.value, self._good_steps = state["value"], int(state["good_steps"])

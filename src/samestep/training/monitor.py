@@ -80,6 +80,17 @@ class Monitor:
         self._moved = [was or any(row[width + i] for row in rows) for i, was in enumerate(self._moved)]
         return self._shares(Counts.total([row[:width] for row in rows]))
 
+    @property
+    def moved(self) -> list[str]:
+        """Names of the tensors that have moved so far."""
+        return [name for name, moved in zip(self._names, self._moved, strict=True) if moved]
+
+    def restore(self, moved: Sequence[str]) -> None:
+        """Goes on from a checkpoint: these have moved before, and from here on the weights are those of now."""
+        known = set(moved)
+        self._moved = [name in known for name in self._names]
+        self._first = self._weights()
+
     def _shares(self, counts: Counts) -> Shares:
         chance, cast_by_chance = self._plan.update == "stochastic", self._plan.cast == "stochastic"
         return Shares(

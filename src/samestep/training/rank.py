@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,17 @@ import torch
 from samestep import models, world
 from samestep.data import GlobalStep, prepare
 from samestep.engines import build, loading
-from samestep.errors import RunError, VerificationError
+from samestep.engines.protocol import Engine
+from samestep.errors import CheckpointError, RunError, VerificationError
 from samestep.precision.facts import Facts, Violation, violations
 from samestep.precision.forecast import Forecast
 from samestep.precision.plan import Plan
 from samestep.recipe import resolved_text
 from samestep.recipe.schema import Recipe
 from samestep.training import folder, machine, report, setup
+from samestep.training.checkpoints import Checkpoints, Course
 from samestep.training.display import Display
+from samestep.training.evaluations import Evaluations
 from samestep.training.exporting import Trained, export, exported_losses
 from samestep.training.guard import refuse_lost_updates
 from samestep.training.monitor import Shares
@@ -35,17 +37,26 @@ from samestep.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a rank is asked to do. `keep_masters` also leaves the masters themselves in the run folder."""
+    """What a rank is asked to do.
+
+    `keep_masters` also leaves the masters themselves in the run folder. `resume` is the checkpoint to go on from,
+    `allow_changes` whether the recipe may be another than its own, `stop_after` the step to end after, with a
+    checkpoint.
+    """
 
     recipe: Recipe
     out: Path
     keep_masters: bool = False
+    resume: Path | None = None
+    allow_changes: bool = False
+    stop_after: int | None = None
 
 
 def run(request: Request) -> dict[str, Any] | None:
     """Does this process's part of a run. Returns the summary on the main rank, None on the others.
 
-    The run folder must exist and be empty. Raises SamestepError; the launcher then ends the other ranks.
+    The run folder must exist, and be empty unless it is the one to go on in. Raises SamestepError; the launcher then
+    ends the other ranks.
     """
     torch.set_num_threads(request.recipe.engine.threads)
     here = world.start(timeout_seconds=request.recipe.engine.timeout_seconds)
@@ -62,13 +73,12 @@ class _Run:
 
     def __init__(self, request: Request, here: World) -> None:
         recipe = request.recipe
-        self.out, self.world, self.keep_masters = request.out, here, request.keep_masters
+        self.request, self.out, self.world = request, request.out, here
         self.started = time.time()
         models.check_config(recipe.model)
         self.tokenizer = models.load_tokenizer(recipe.model)
         self.data = prepare(recipe.data, self.tokenizer, seed=recipe.train.seed)
         self.loader = setup.training_loader(self.data, recipe, self.tokenizer)
-        self.held_out = setup.evaluation_loader(self.data, recipe, self.tokenizer)
         self.total_steps = setup.total_steps(recipe, self.loader)
         model = loading.load_model(recipe, here)
         setup.check_vocabulary(model, self.data)
@@ -76,9 +86,17 @@ class _Run:
         self.plan = build.resolve_plan(self.recipe, model)
         self.unused = models.unused_weights(model)
         self.rates = learning_rates(self.recipe, self.total_steps)
-        self.outlook = outlook(self.recipe, self.plan, model, self.rates) if here.is_main else None
+        looks_ahead = here.is_main and request.resume is None
+        self.outlook = outlook(self.recipe, self.plan, model, self.rates) if looks_ahead else None
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
+        course = Course(
+            recipe=self.recipe,
+            plan=self.plan,
+            rows_per_step=self.loader.rows_per_step,
+            data_sha256=self.data.train.sha256,
+        )
+        self.checkpoints = Checkpoints(course, self.stepper, self.out, here)
         self.display = Display(steps=self.total_steps, every=recipe.log.every, quiet=not here.is_main)
         trackers = recipe.log.trackers if here.is_main else []
         self.trackers = open_trackers(trackers, self.out, recipe.name)
@@ -87,30 +105,65 @@ class _Run:
         self.first: folder.StepRecord | None = None
         self.last: folder.StepRecord | None = None
         self.shares: Shares | None = None
-        self.evaluations: list[dict[str, Any]] = []
+        held_out = setup.evaluation_loader(self.data, recipe, self.tokenizer)
+        self.evaluations = Evaluations(held_out, self.stepper, self.out, self.display, self.trackers)
 
     def go(self, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
-        self._guard()
+        done = self._take_up()
         self._write_plan()
-        self._evaluate(0)
+        if not done:
+            self.evaluations.add(0)
         steps = folder.JsonLines(self.out / "steps.jsonl") if self.world.is_main else None
         status = "completed"
         try:
-            for index in range(self.total_steps):
+            for index in range(done, self.total_steps):
                 outcome, record = self._step(index, stop_requested())
                 if steps:
                     steps.write(record)
                 self._show(record)
-                self._judge(outcome, record)
-                if record.step == self.total_steps or self._evaluates_at(record.step):
-                    self._evaluate(record.step)
-                if outcome.should_stop and record.step < self.total_steps:
-                    status = "interrupted"
+                _judge(self.stepper, self.recipe, outcome, record.step)
+                last = record.step == self.total_steps
+                if last or self.evaluations.due(record.step, self.recipe.train.evaluate_every):
+                    self.evaluations.add(record.step)
+                if not last and (outcome.should_stop or record.step == self.request.stop_after):
+                    status = "interrupted" if outcome.should_stop else "stopped"
+                ends = status != "completed"
+                if (
+                    ends
+                    or outcome.should_save
+                    or self.checkpoints.due(record.step)
+                    or (last and self.checkpoints.wanted)
+                ):
+                    self.checkpoints.save(record.step)
+                if ends:
                     break
+            self.checkpoints.finish()
         finally:
             if steps:
                 steps.close()
         return self._finish(status)
+
+    def _take_up(self) -> int:
+        """Starts the run, or goes on with one. Returns the number of steps that are done."""
+        request = self.request
+        if request.resume is None:
+            _guard(self.recipe, self.plan, self.engine, self.rates, self.world)
+            return 0
+        manifest = self.checkpoints.resume(request.resume, allow_changes=request.allow_changes)
+        if manifest.step >= self.total_steps:
+            raise CheckpointError(
+                f"is of step {manifest.step}, and the run has {self.total_steps}: nothing is left to do",
+                where=str(request.resume),
+                remedy="To train on, raise train.steps and give --allow-changes.",
+            )
+        if self.world.is_main:
+            self.first = folder.keep_steps(self.out / "steps.jsonl", manifest.step)
+        self.evaluations.restore(manifest.step)
+        self.display.say(
+            f"goes on after step {manifest.step}, saved by {manifest.engine} on {manifest.ranks} "
+            f"{'rank' if manifest.ranks == 1 else 'ranks'}: {request.resume}"
+        )
+        return manifest.step
 
     def _write_plan(self) -> None:
         """Leaves the resolved recipe, the plan and the data report; prints the precision table."""
@@ -146,34 +199,6 @@ class _Run:
                 violations=self.violations,
             )
 
-    def _guard(self) -> None:
-        if self.recipe.train.optimizer.name != "adamw" or self.plan.update != "nearest":
-            return  # the size of an SGD update is not known beforehand; other roundings lose nothing
-        refuse_lost_updates(
-            self.engine.masters(),
-            peak_lr=max(self.rates),
-            limit=self.recipe.precision.max_lost_update_share,
-            world=self.world,
-        )
-
-    def _evaluates_at(self, step: int) -> bool:
-        every = self.recipe.train.evaluate_every
-        return every is not None and step % every == 0
-
-    def _evaluate(self, step: int) -> None:
-        if self.held_out is None:
-            return
-        loss = self.stepper.evaluate(self.held_out)
-        record = {"step": step, "loss": folder.finite(loss), "rows": len(self.held_out.examples)}
-        self.evaluations.append(record)
-        if self.world.is_main:
-            lines = folder.JsonLines(self.out / "evaluations.jsonl")
-            lines.write(record)
-            lines.close()
-            self.display.say(f"held-out loss after {step} steps: {loss:.4f}")
-            for tracker in self.trackers:
-                tracker.log(step, {"held_out_loss": loss})
-
     def _step(self, index: int, stop: bool) -> tuple[StepOutcome, folder.StepRecord]:
         step = index + 1
         data = self.loader.step(index)
@@ -185,8 +210,9 @@ class _Run:
             index=index,
             lr=lr,
             measure=index % self.recipe.precision.measure_every == 0,
-            stop=stop,
             facts=self.facts is None,
+            stop=stop,
+            save=self.world.is_main and self.checkpoints.overdue(),
         )
         if self.world.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -218,17 +244,6 @@ class _Run:
             for tracker in self.trackers:
                 tracker.log(record.step, scalars)
 
-    def _judge(self, outcome: StepOutcome, record: folder.StepRecord) -> None:
-        """Ends the run at a step whose numbers are not finite, unless the recipe, or a loss scale, skips it."""
-        tolerated = self.stepper.settle(outcome)
-        if not tolerated and self.recipe.train.on_non_finite == "stop":
-            what = "gradient" if math.isfinite(outcome.loss) else "loss"
-            raise RunError(
-                f"the {what} of step {record.step} is not finite; the weights are those of the step before",
-                where=str(self.out / "steps.jsonl"),
-                remedy="Lower the learning rate, or set train.on_non_finite: skip.",
-            )
-
     def _finish(self, status: str) -> dict[str, Any] | None:
         """Exports and sums up."""
         self.display.close()
@@ -240,12 +255,10 @@ class _Run:
             steps=self.last.step if self.last else 0,
             out=self.out,
         )
-        digest, dropped = export(trained, self.tokenizer, keep_masters=self.keep_masters)
+        digest, dropped = export(trained, self.tokenizer, keep_masters=self.request.keep_masters)
         losses: dict[str, Any] = {}
-        if self.held_out is not None and status == "completed":
-            losses = exported_losses(
-                trained, self.evaluations[-1]["loss"], partial(self.stepper.evaluate, self.held_out)
-            )
+        if self.evaluations.made and status == "completed":
+            losses = exported_losses(trained, self.evaluations.made[-1]["loss"], self.evaluations.measure)
         if not self.world.is_main:
             return None
         exported = dropped.described() | losses if dropped else None
@@ -254,7 +267,7 @@ class _Run:
             status=status,
             first=self.first,
             last=self.last,
-            evaluations=self.evaluations,
+            evaluations=self.evaluations.made,
             shares=self.shares,
             export=exported,
             weights_sha256=digest,
@@ -274,6 +287,26 @@ class _Run:
         for tracker in self.trackers:
             tracker.close()
         self.engine.close()
+
+
+def _guard(recipe: Recipe, plan: Plan, engine: Engine, rates: Sequence[float], here: World) -> None:
+    """Refuses a run whose updates would be lost, where that can be known beforehand."""
+    if recipe.train.optimizer.name != "adamw" or plan.update != "nearest":
+        return  # the size of an SGD update is not known; other roundings lose nothing
+    limit = recipe.precision.max_lost_update_share
+    refuse_lost_updates(engine.masters(), peak_lr=max(rates), limit=limit, world=here)
+
+
+def _judge(stepper: Stepper, recipe: Recipe, outcome: StepOutcome, step: int) -> None:
+    """Ends the run at a step whose numbers are not finite, unless the recipe, or a loss scale, skips it."""
+    tolerated = stepper.settle(outcome)
+    if not tolerated and recipe.train.on_non_finite == "stop":
+        what = "gradient" if math.isfinite(outcome.loss) else "loss"
+        raise RunError(
+            f"the {what} of step {step} is not finite; the weights are those of the step before",
+            where="steps.jsonl",
+            remedy="Lower the learning rate, or set train.on_non_finite: skip.",
+        )
 
 
 def _notes(plan: Plan, unused: tuple[str, ...], found: Forecast | None) -> list[str]:

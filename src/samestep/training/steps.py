@@ -25,7 +25,8 @@ from samestep.world import World, gather_numbers
 class StepOutcome:
     """What a step did, the same on every rank. Losses and norms may be non-finite; `skipped` says no weight moved.
 
-    `should_stop` is True when any rank was asked to stop.
+    `should_stop` is True when any rank was asked to stop, `should_save` when the main rank's clock asks for a
+    checkpoint.
     """
 
     loss: float
@@ -33,6 +34,7 @@ class StepOutcome:
     grad_norm_clipped: float
     skipped: bool
     should_stop: bool
+    should_save: bool
     shares: Shares | None
     facts: Facts | None
 
@@ -46,13 +48,23 @@ class Stepper:
         self._recipe = recipe
         self._world = world
         self._plan = plan
-        self._monitor = Monitor(engine, recipe, plan, world)
+        self.monitor = Monitor(engine, recipe, plan, world)
 
-    def step(self, data: GlobalStep, *, index: int, lr: float, measure: bool, stop: bool, facts: bool) -> StepOutcome:
+    def step(
+        self,
+        data: GlobalStep,
+        *,
+        index: int,
+        lr: float,
+        measure: bool,
+        facts: bool,
+        stop: bool = False,
+        save: bool = False,
+    ) -> StepOutcome:
         """One optimizer step on `data`. `index` counts from 0. Nothing is updated when the loss or the gradient is not
         finite; what that means is the caller's to say. `measure` counts lost updates, `facts` observes dtypes."""
         observer = ComputeObserver(self.engine.module) if facts else None
-        loss, should_stop, logits = self._forward_backward(data, index, stop)
+        loss, (should_stop, should_save), logits = self._forward_backward(data, index, (stop, save))
         if observer is not None:
             observer.close()
         reduced = self.engine.gradients()
@@ -69,10 +81,10 @@ class Stepper:
             gradients.scale_(reduced, factor / scale)
             if factor != 1.0:
                 clipped = gradients.global_norm(reduced, self.engine.replica, self._world)
-            before = self._monitor.before(reduced) if measure else None
+            before = self.monitor.before(reduced) if measure else None
             self.engine.apply(lr)
             if before is not None:
-                shares = self._monitor.after(before, lr=lr)
+                shares = self.monitor.after(before, lr=lr)
         found = None
         if observer is not None and not skipped:
             found = self._observe(observer, gradient_dtypes, logits)
@@ -82,11 +94,14 @@ class Stepper:
             grad_norm_clipped=clipped,
             skipped=skipped,
             should_stop=should_stop,
+            should_save=should_save,
             shares=shares,
             facts=found,
         )
 
-    def _forward_backward(self, data: GlobalStep, index: int, stop: bool) -> tuple[float, bool, torch.dtype]:
+    def _forward_backward(
+        self, data: GlobalStep, index: int, wishes: tuple[bool, bool]
+    ) -> tuple[float, tuple[bool, bool], torch.dtype]:
         scale = self.scale.value if self.scale else 1.0
         logits = torch.float32
         sums = []
@@ -98,9 +113,11 @@ class Stepper:
             sums.append(loss.detach().double())
             # One division by the label tokens of the whole global batch: never a mean of means.
             self.engine.backward(loss / data.label_tokens * scale, turn, data.micro_steps)
-        rows = gather_numbers([float(stop), *torch.stack(sums).tolist()], self._world)
-        total = _exact_sum(value for row in rows for value in row[1:])
-        return total / data.label_tokens, any(row[0] for row in rows), logits
+        rows = gather_numbers([*map(float, wishes), *torch.stack(sums).tolist()], self._world)
+        total = _exact_sum(value for row in rows for value in row[2:])
+        # Ranks hear of a signal at different times, and clocks differ: what one wishes, all do.
+        stop, save = any(row[0] for row in rows), any(row[1] for row in rows)
+        return total / data.label_tokens, (stop, save), logits
 
     def _loss_sum(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return models.loss_sum(
@@ -120,6 +137,10 @@ class Stepper:
             logits=logits,
             float8_layers=observer.float8,
         )
+
+    @property
+    def is_main(self) -> bool:
+        return self._world.is_main
 
     def settle(self, outcome: StepOutcome) -> bool:
         """Adapts the loss scale to a step's outcome; False when the step was skipped and no smaller scale can help."""

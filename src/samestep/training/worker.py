@@ -29,7 +29,17 @@ def main(order: Path) -> int:
         from samestep.training.rank import Request, run
 
         recipe = Recipe.model_validate(content["recipe"])
-        run(Request(recipe=recipe, out=Path(content["out"]), keep_masters=content["keep_masters"]))
+        resume = content["resume"]
+        run(
+            Request(
+                recipe=recipe,
+                out=Path(content["out"]),
+                keep_masters=content["keep_masters"],
+                resume=resume and Path(resume),
+                allow_changes=content["allow_changes"],
+                stop_after=content["stop_after"],
+            )
+        )
     except SamestepError as error:
         return _fail(order, str(error), error.exit_code, unexpected=False)
     except KeyboardInterrupt:

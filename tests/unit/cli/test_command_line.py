@@ -168,10 +168,10 @@ def test_a_bad_request_in_a_process_of_its_own(arguments: list[str], folder: Pat
 
 
 def test_several_problems_are_listed_under_a_headline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "r.yaml", "--set", "train.lr=1", "--set", "checkpoint.every=2"]) == 2
+    assert cli.main(["train", "r.yaml", "--set", "train.lr=1", "--set", "checkpoint.evry=2"]) == 2
     headline, *rows = capsys.readouterr().err.splitlines()
     assert headline == "error: 2 problems in r.yaml"
-    assert [row.split(":")[1] for row in rows] == [" --set train.lr", " --set checkpoint.every"]
+    assert [row.split(":")[1] for row in rows] == [" --set train.lr", " --set checkpoint.evry"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +190,17 @@ def test_help_names_every_engine_and_regime(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     for name in (*get_args(EngineName), *get_args(RegimeName)):
         assert name in text
+
+
+NOTHING_ASKED: dict[str, Any] = {
+    "port": None,
+    "json_output": False,
+    "overwrite": False,
+    "resume": False,
+    "resume_from": None,
+    "allow_changes": False,
+    "stop_after": None,
+}
 
 
 def test_train_hands_over_the_checked_recipe(folder: Path, trained: Calls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +223,7 @@ def test_train_hands_over_the_checked_recipe(folder: Path, trained: Calls, capsy
     assert recipe.precision.regime == "full"
     assert recipe.model.path == str(folder / "m")
     assert out == folder / "runs" / "story"
-    assert trained == [{"port": None, "json_output": False, "overwrite": False}]
+    assert trained == [NOTHING_ASKED]
     assert capsys.readouterr().out == ""
 
 
@@ -220,8 +231,34 @@ def test_train_options(folder: Path, trained: Calls, capsys: pytest.CaptureFixtu
     trained.answer = {"loss": 0.1, "status": "completed"}
     assert cli.main(["train", "--out", "o/p", "--port", "29511", "--overwrite", "--json", "--debug", "r.yaml"]) == 0
     assert trained[0].pop("arguments")[1] == folder / "o" / "p"
-    assert trained == [{"port": 29511, "json_output": True, "overwrite": True}]
+    assert trained == [NOTHING_ASKED | {"port": 29511, "json_output": True, "overwrite": True}]
     assert json.loads(capsys.readouterr().out) == {"loss": 0.1, "status": "completed"}
+
+
+def test_train_goes_on(folder: Path, trained: Calls) -> None:
+    trained.answer = {"status": "stopped"}
+    assert cli.main(["train", "r.yaml", "--resume-from", "runs/a", "--allow-changes", "--stop-after", "7"]) == 0
+    assert cli.main(["train", "r.yaml", "--resume"]) == 0
+    first, second = ({k: v for k, v in call.items() if k != "arguments"} for call in trained)
+    assert first == NOTHING_ASKED | {"resume_from": Path("runs/a"), "allow_changes": True, "stop_after": 7}
+    assert second == NOTHING_ASKED | {"resume": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--resume", "--resume-from", "x"], "two places to go on from"),
+        (["--resume", "--overwrite"], "would delete the checkpoint"),
+        (["--allow-changes"], "there is nothing to go on from"),
+        (["--stop-after", "0"], "--stop-after"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    folder: Path, trained: Calls, capsys: pytest.CaptureFixture[str], options: list[str], what: str
+) -> None:
+    assert cli.main(["train", "r.yaml", *options]) == 2
+    assert what in capsys.readouterr().err
+    assert not trained
 
 
 def test_compare_hands_over_names(folder: Path, compared: Calls, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ train:
 engine:
   name: single
   offload: cpu
-checkpoint: {every: 5}
+log: {trackers: [wandb]}
 """
     assert [problem[:2] for problem in problems(text)] == [
         (3, "model.freze"),
@@ -190,7 +190,7 @@ checkpoint: {every: 5}
         (6, "train.steps"),
         (7, "train.micro_batch"),
         (11, "engine.offload"),
-        (12, "checkpoint.every"),
+        (12, "log.trackers[0]"),
     ]
 
 

@@ -74,8 +74,12 @@ BAD = [
     (["engine={name: zero3, offload: {nvme_path: x}}"], "engine.offload.nvme_path", "remove it"),
     (["engine={name: zero2, reduce_every: step}", "train.accumulation=2"], "engine.reduce_every", "micro_batch"),
     (["engine={name: zero3, reduce_every: step}", "train.accumulation=2"], "engine.reduce_every", "micro_batch"),
+    (
+        ["precision.overrides.reduce=float32", "engine.reduce_every=step", "train.accumulation=2"],
+        "precision.overrides.reduce",
+        "use engine.reduce_every: micro_batch",
+    ),
     (["engine.unit_classes=[]"], "engine.unit_classes", "empty list"),
-    (["checkpoint.every=10"], "checkpoint.every", "not available in this version"),
 ]
 
 

@@ -1,0 +1,120 @@
+"""The folder RUN/checkpoints: complete checkpoints under their names, everything else under another.
+
+A checkpoint is written into `.step-N.partial`, flushed to the disk, and renamed; `latest`, a file with its name, moves
+last. So whatever dies whenever, a folder called step-N is complete, and `latest` names one that is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from samestep.checkpoint import manifest as manifests
+from samestep.checkpoint.manifest import Manifest
+from samestep.errors import CheckpointError, OutputError
+
+FOLDER = "checkpoints"
+_LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in a run's folder of them, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if (path / manifests.NAME).is_file()]
+
+
+def newest(run: Path) -> Path:
+    """The newest complete checkpoint of a run folder, or of the checkpoint folder that `run` is itself.
+
+    Raises CheckpointError when there is none.
+    """
+    if (run / manifests.NAME).is_file():
+        return run
+    found = complete(run / FOLDER)
+    if not found:
+        raise CheckpointError(
+            "has no complete checkpoint", where=str(run), remedy="Start without --resume, or give another folder."
+        )
+    return found[-1]
+
+
+def begin(checkpoints: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of a step into. Raises OutputError."""
+    partial = checkpoints / f".{name_of(step)}.partial"
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        for leftover in checkpoints.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        partial.mkdir()
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=str(partial)) from error
+    return partial
+
+
+def abandon(partial: Path) -> None:
+    """Takes away what was written of a checkpoint that failed."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
+    """Makes a written checkpoint the newest complete one, then deletes all but `keep` of them. Raises OutputError."""
+    checkpoints = partial.parent
+    final = checkpoints / name_of(manifest.step)
+    try:
+        _write_durably(partial / manifests.NAME, manifests.encoded(manifest))
+        sync_folder(partial)
+        if final.exists():  # the same step again, after a resume from before it
+            replaced = checkpoints / f".{final.name}.replaced"
+            os.rename(final, replaced)
+            os.rename(partial, final)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(partial, final)
+        sync_folder(checkpoints)
+        pointer = checkpoints / f".{_LATEST}.partial"
+        _write_durably(pointer, final.name + "\n")
+        os.replace(pointer, checkpoints / _LATEST)
+        sync_folder(checkpoints)
+    except OSError as error:
+        abandon(partial)
+        raise OutputError(f"cannot be written: {error.strerror}", where=str(final)) from error
+    _prune(checkpoints, final, keep)
+    return final
+
+
+def _prune(checkpoints: Path, final: Path, keep: int) -> None:
+    """Deletes the oldest checkpoints, and those after `final`, which belong to a course that was left."""
+    found = complete(checkpoints)
+    place = found.index(final) + 1
+    for old in [*found[: max(0, place - keep)], *found[place:]]:
+        doomed = checkpoints / f".{old.name}.old"
+        try:
+            os.rename(old, doomed)  # what is half deleted must not look complete
+        except OSError:
+            continue
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Has the disk keep the names in a folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,158 @@
+"""Whole runs that stop and go on: the run folder they leave is that of a run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from samestep.checkpoint import store
+from samestep.checkpoint.manifest import read_manifest
+from tests.distributed import run_jobs
+from tests.small_runs import make_model, make_tokenizer, write_rows
+
+if TYPE_CHECKING:
+    from tests.distributed.ranks import RankPools
+
+MEASURED = ("step_seconds", "tokens_per_second_per_device", "peak_memory_bytes")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    write_rows(folder, 23)
+    return folder
+
+
+def recipe(source: Path, engine: str, **changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "model": {"path": str(source / "model"), "load_dtype": "bfloat16"},
+        "data": {"path": str(source / "rows.jsonl"), "format": "text", "held_out": 3},
+        "precision": {"max_lost_update_share": None},
+        "engine": {"name": engine, "ranks": 2},
+        "train": {"steps": 9, "micro_batch": 2, "optimizer": {"lr": 1e-2}, "evaluate_every": 2},
+        "checkpoint": {"every": 3},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        content[section][key] = value
+    return content
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in MEASURED} for line in found]
+
+
+@pytest.fixture(scope="module")
+def unbroken(source: Path, ranks: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("unbroken")
+    ranks.run(2, run_jobs.train, recipe=recipe(source, "fsdp"), out=str(out), keep_masters=True)
+    return out
+
+
+def check_equal(unbroken: Path, out: Path) -> None:
+    for name in ("steps.jsonl", "evaluations.jsonl"):
+        assert lines(unbroken / name) == lines(out / name)
+    for name in ("export/model.safetensors", "masters.safetensors"):
+        assert (unbroken / name).read_bytes() == (out / name).read_bytes()
+    ours, theirs = (json.loads((folder / "summary.json").read_text()) for folder in (out, unbroken))
+    assert ours["status"] == "completed"
+    for key in ("first_loss", "last_loss", "weights_sha256"):
+        assert ours[key] == theirs[key]
+
+
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "fsdp"), ("zero3", "ddp"), ("hsdp", "zero1")])
+def test_goes_on_in_its_folder(source, unbroken, ranks, tmp_path, first, second):
+    """Stopped in the middle of an epoch, between evaluations; by another engine than it began on."""
+    (before,) = [ranks.run(2, run_jobs.train, recipe=recipe(source, first), out=str(tmp_path), stop_after=5)[0]]
+    assert (before["status"], before["steps"]) == ("stopped", 5)
+    assert [path.name for path in store.complete(tmp_path / "checkpoints")] == ["step-00000003", "step-00000005"]
+    arguments = {"out": str(tmp_path), "resume": str(tmp_path), "keep_masters": True}
+    ranks.run(2, run_jobs.train, recipe=recipe(source, second), **arguments)
+    check_equal(unbroken, tmp_path)
+    assert [path.name for path in store.complete(tmp_path / "checkpoints")] == ["step-00000006", "step-00000009"]
+    assert read_manifest(store.newest(tmp_path)).engine == second
+
+
+def test_steps_after_the_checkpoint_are_made_again(source, unbroken, ranks, tmp_path):
+    """As after a crash: the files know of steps that no checkpoint has, the last line is not finished."""
+    ranks.run(2, run_jobs.train, recipe=recipe(source, "fsdp"), out=str(tmp_path), stop_after=5)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000005")
+    for name in ("steps.jsonl", "evaluations.jsonl"):
+        with open(tmp_path / name, "a", encoding="utf-8") as file:
+            file.write('{"step": 6, "lo')
+    (tmp_path / ".summary.json.partial").write_text("{")
+    arguments = {"out": str(tmp_path), "resume": str(tmp_path), "keep_masters": True}
+    ranks.run(2, run_jobs.train, recipe=recipe(source, "fsdp"), **arguments)
+    check_equal(unbroken, tmp_path)
+
+
+def test_in_another_folder(source, unbroken, ranks, tmp_path):
+    ranks.run(2, run_jobs.train, recipe=recipe(source, "fsdp"), out=str(tmp_path / "a"), stop_after=5)
+    arguments = {"out": str(tmp_path / "b"), "resume": str(tmp_path / "a")}
+    ranks.run(2, run_jobs.train, recipe=recipe(source, "zero2", checkpoint__asynchronous=True), **arguments)
+    assert lines(tmp_path / "b" / "steps.jsonl") == lines(unbroken / "steps.jsonl")[5:]
+    assert [path.name for path in store.complete(tmp_path / "b" / "checkpoints")] == ["step-00000006", "step-00000009"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"train__optimizer": {"lr": 2e-2}}, "train.optimizer.lr was 0.01, now it is 0.02"),
+        ({"train__micro_batch": 3}, "a step takes 6 rows (ranks x micro_batch x accumulation), not 4"),
+        ({"data__held_out": 4}, "the rows of the training data are others"),
+        ({"precision__regime": "low"}, "precision.regime was mixed, now it is low"),
+        ({"model__freeze": ["model.norm.*"]}, "trains other parameters than the recipe; model.norm.weight"),
+        ({"train__steps": 5}, "train.steps was 9, now it is 5"),
+    ],
+)
+def test_another_run_is_refused(source, unbroken, ranks, tmp_path, changes, what):
+    arguments = {"out": str(tmp_path), "resume": str(unbroken)}
+    for answer in ranks.run(2, run_jobs.refusal, recipe=recipe(source, "fsdp", **changes), **arguments):
+        assert what in answer
+        assert "Traceback" not in answer
+    assert not (tmp_path / "steps.jsonl").exists()
+
+
+def test_nothing_is_left_to_do(source, unbroken, ranks, tmp_path):
+    arguments = {"out": str(tmp_path), "resume": str(unbroken)}
+    for answer in ranks.run(2, run_jobs.refusal, recipe=recipe(source, "fsdp"), **arguments):
+        assert "is of step 9, and the run has 9: nothing is left to do" in answer
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks(source, unbroken, ranks, tmp_path):
+    shutil.copytree(store.newest(unbroken), tmp_path / "damaged")
+    path = tmp_path / "damaged" / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    arguments = {"out": str(tmp_path / "out"), "resume": str(tmp_path / "damaged")}
+    for answer in ranks.run(2, run_jobs.refusal, recipe=recipe(source, "fsdp"), **arguments):
+        assert "is damaged: __1_0.distcp: other contents than were written" in answer
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_place_that_cannot_be_written_ends_the_run(source, ranks, tmp_path, asynchronous):
+    """A checkpoint that fails ends the run on all ranks, with one message."""
+    out = tmp_path / "out"
+    out.mkdir()
+    wanted = recipe(source, "fsdp", checkpoint__asynchronous=asynchronous)
+    answers = ranks.run(2, run_jobs.cannot_save, recipe=wanted, out=str(out))
+    for answer in answers:
+        assert "cannot be written: Not a directory" in answer
+        assert "go on from it with --resume" in answer
+    assert len(lines(out / "steps.jsonl")) >= 3
+    assert not (out / "summary.json").exists()
+
+
+def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
+    answer, _ = ranks.run(2, run_jobs.late_for_a_checkpoint, out=str(tmp_path))
+    assert "not all ranks came to save step 1" in answer
+    assert "1" in answer.split("save step 1: ")[1]
+    assert not (tmp_path / "checkpoints").exists()
