@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+from samestep.checkpoint import store
+from samestep.checkpoint.manifest import damages, read_manifest
 from tests.small_runs import (
     assert_short_message,
     finish,
@@ -38,12 +40,13 @@ def folder(tmp_path: Path) -> Path:
         ("single", signal.SIGTERM, "group"),
         ("fsdp", signal.SIGINT, "group"),
         ("fsdp", signal.SIGTERM, "every process"),
-        ("zero2", signal.SIGINT, "process"),
+        ("hsdp", signal.SIGHUP, "process"),
         ("zero2", signal.SIGTERM, "process"),
     ],
 )
 def test_a_run_that_is_asked_to_end(folder: Path, engine: str, number: signal.Signals, to: str) -> None:
-    """A terminal sends Ctrl-C to the group; a scheduler sends SIGTERM to one process or to every one of the job."""
+    """A terminal sends Ctrl-C to the group, and SIGHUP when it is closed; a scheduler sends SIGTERM to one process or
+    to every one of the job."""
     process = start(folder, "--engine", engine, "--set", "train.steps=1000000")
     steps = folder / "out" / "steps.jsonl"
     wait_until(lambda: steps.exists() and len(steps.read_text().splitlines()) > 2, process)
@@ -65,6 +68,9 @@ def test_a_run_that_is_asked_to_end(folder: Path, engine: str, number: signal.Si
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("interrupted", len(done))
     assert [step["step"] for step in done] == list(range(1, len(done) + 1))
+    checkpoint = store.newest(folder / "out")
+    assert checkpoint.name == f"step-{len(done):08d}"
+    assert damages(checkpoint, read_manifest(checkpoint)) == []
     model = AutoModelForCausalLM.from_pretrained(folder / "out" / "export", dtype="auto")
     assert model.num_parameters() > 3000
 

@@ -16,11 +16,12 @@ from samestep.precision.plan import Plan
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """Observed dtypes by role, and of every buffer by name. A role that nothing has is an empty tuple. `float8` names
-    the linear layers that computed in float8."""
+    the linear layers that computed in float8, `idle` those that did not run (an expert that no token reached)."""
 
     roles: dict[str, tuple[torch.dtype, ...]]
     buffers: dict[str, torch.dtype] = field(default_factory=dict)
     float8: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,20 @@ class Violation:
 
 class ComputeObserver:
     """Watches the parameters that modules see inside one forward pass: the dtype they compute in. `float8` names the
-    linear layers that made float8 tensors."""
+    linear layers that made float8 tensors, `idle` those that have not run."""
 
     def __init__(self, model: nn.Module) -> None:
         self.dtypes: set[torch.dtype] = set()
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        self.idle = set(linear)
         owners = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
         self._hooks = [module.register_forward_pre_hook(self._look) for module in owners]
         self.float8: set[str] = set()
         self._hooks += float8.watch(model, self.float8)
+        self._hooks += [
+            module.register_forward_pre_hook(lambda _module, _inputs, name=name: self.idle.discard(name))
+            for name, module in linear.items()
+        ]
 
     def _look(self, module: nn.Module, _inputs: object) -> None:
         self.dtypes.update(p.dtype for p in module.parameters(recurse=False) if p.is_floating_point())
@@ -68,6 +75,7 @@ def observe(
     computed: Iterable[torch.dtype],
     logits: torch.dtype,
     float8_layers: Iterable[str] = (),
+    idle_layers: Iterable[str] = (),
 ) -> Facts:
     """The facts of a run after its first optimizer step."""
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
@@ -84,6 +92,7 @@ def observe(
         },
         buffers=buffers,
         float8=frozenset(float8_layers),
+        idle=frozenset(idle_layers),
     )
 
 
@@ -103,7 +112,7 @@ def violations(plan: Plan, facts: Facts, *, several_ranks: bool) -> list[Violati
         if seen != (buffer.held,):
             what = f"buffer {buffer.name}"
             found.append(Violation(role="buffer", planned=(buffer.held,), observed=seen, what=what))
-    for name in sorted(facts.float8 ^ set(plan.float8.names)):
+    for name in sorted((facts.float8 ^ set(plan.float8.names)) - facts.idle):
         did, did_not = (torch.float8_e4m3fn,), (plan.compute,)
         planned, observed = (did, did_not) if name in plan.float8.names else (did_not, did)
         found.append(Violation(role="float8", planned=planned, observed=observed, what=f"layer {name}"))

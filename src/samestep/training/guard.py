@@ -13,7 +13,9 @@ from samestep.precision import lost_updates
 from samestep.world import World, gather_numbers
 
 
-def refuse_lost_updates(masters: Sequence[Shard], *, peak_lr: float, limit: float | None, world: World) -> None:
+def refuse_lost_updates(
+    masters: Sequence[Shard], *, peak_lr: float, limit: float | None, world: World, regime: str = "low"
+) -> None:
     """Raises PrecisionError when AdamW steps of `peak_lr` would lose more than the share `limit` of their updates.
 
     Looks at samples of the real weights in the dtype of the masters. A `limit` of None asks for no guard.
@@ -29,10 +31,11 @@ def refuse_lost_updates(masters: Sequence[Shard], *, peak_lr: float, limit: floa
     rows = gather_numbers([lost, total], world)
     share = sum(row[0] for row in rows) / max(1.0, sum(row[1] for row in rows))
     if share > limit:
+        master = "Set precision.fp8.master: float32. " if regime == "mixed-fp8" else ""
         raise PrecisionError(
             f"at the highest learning rate, {peak_lr:g}, {share:.0%} of the updates would be lost: "
             f"{dtype_name(masters[0].values.dtype)} weights cannot move by so little (the limit is {limit:.0%})",
             where="precision.regime",
-            remedy="Use precision.regime: mixed, mixed-stochastic, low-stochastic or low-kahan, "
+            remedy=f"{master}Use precision.regime: mixed, mixed-stochastic, low-stochastic or low-kahan, "
             "or set precision.max_lost_update_share: null to run all the same.",
         )

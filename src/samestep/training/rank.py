@@ -294,7 +294,7 @@ def _guard(recipe: Recipe, plan: Plan, engine: Engine, rates: Sequence[float], h
     if recipe.train.optimizer.name != "adamw" or plan.update != "nearest":
         return  # the size of an SGD update is not known; other roundings lose nothing
     limit = recipe.precision.max_lost_update_share
-    refuse_lost_updates(engine.masters(), peak_lr=max(rates), limit=limit, world=here)
+    refuse_lost_updates(engine.masters(), peak_lr=max(rates), limit=limit, world=here, regime=plan.regime)
 
 
 def _judge(stepper: Stepper, recipe: Recipe, outcome: StepOutcome, step: int) -> None:

@@ -136,6 +136,7 @@ class Stepper:
             computed=observer.dtypes,
             logits=logits,
             float8_layers=observer.float8,
+            idle_layers=observer.idle,
         )
 
     @property

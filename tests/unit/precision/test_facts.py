@@ -18,6 +18,7 @@ from samestep import world
 from samestep.cli import main
 from samestep.engines import torch_native
 from samestep.precision.facts import ComputeObserver, Facts, observe, violations
+from samestep.precision.float8 import Float8Layers
 from samestep.precision.plan import Plan, resolve
 from samestep.recipe.schema import Precision
 from tests.small_runs import assert_short_message, half_written, make_folder
@@ -103,6 +104,22 @@ def test_a_buffer_that_is_gone_is_named() -> None:
     renamed = {f"module.{name}": dtype for name, dtype in facts.buffers.items()}
     found = violations(plan, replace(facts, buffers=renamed), several_ranks=True)
     assert sorted(violation.what for violation in found) == ["buffer counter", "buffer frequencies"]
+
+
+def test_a_float8_layer_that_did_not_run_breaks_nothing() -> None:
+    """An expert that no token reached in the first step has shown nothing."""
+    plan = replace(plan_of(), float8=Float8Layers(names=("ran", "idle")))
+    facts = replace(facts_of(plan), float8=frozenset({"ran"}))
+    (found,) = violations(plan, facts, several_ranks=True)
+    assert found.what == "layer idle"
+    assert violations(plan, replace(facts, idle=frozenset({"idle"})), several_ranks=True) == []
+
+
+def test_the_observer_knows_what_did_not_run() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3)})
+    observer = ComputeObserver(model)
+    model["used"](torch.zeros(1, 3))
+    assert observer.idle == {"unused"}
 
 
 def test_the_observer_sees_parameters_inside_the_forward_pass() -> None:

@@ -46,6 +46,12 @@ def test_it_names_the_ways_out() -> None:
         assert way in text
 
 
+def test_float8_with_bf16_masters_names_its_own_way_out() -> None:
+    masters = [shard(torch.ones(10, dtype=BF16))]
+    with pytest.raises(PrecisionError, match=r"Set precision\.fp8\.master: float32\."):
+        refuse_lost_updates(masters, peak_lr=1e-3, limit=0.5, world=HERE, regime="mixed-fp8")
+
+
 def test_fp32_masters_pass() -> None:
     refuse_lost_updates([shard(torch.ones(1000))], peak_lr=1e-5, limit=0.01, world=HERE)
 
