@@ -3,7 +3,7 @@
 PYTHONPATH=. python benchmarks/resume_matrix.py [--regimes full,mixed,low,low-kahan,low-stochastic]
 
 A cell is `=` when masters and optimizer state are bit-equal after loading and, on the same number of ranks, the next
-step is the unbroken run's in every bit; on another number, `=` when the state is and the next loss is within 1e-3 of it.
+step is the unbroken run's in every bit; on another number, when the state is and the next loss within 1e-3 of it.
 Prints tables in Markdown, the number of cells and the largest gap of losses; exit code 1 when a cell fails.
 """
 
