@@ -272,8 +272,8 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
     frozen = sum(p.numel * p.held.itemsize for p in plan.parameters if not p.trainable)
     held = {"weights": whole * compute, "masters": mine * plan.master.itemsize, "frozen": frozen}
     held |= {"buffers": _buffers(plan)} | _optimizer_state(recipe, plan, mine)
-    bucket = recipe.engine.bucket_elements
-    crossing = min(bucket, whole) * plan.reduce.itemsize
+    bucket = _bucket(recipe, plan)
+    crossing = bucket * plan.reduce.itemsize
     keeps_all = stage == 1 and plan.compute == torch.bfloat16 and plan.gradient == torch.float32
     if keeps_all:
         held["gradients"] = whole * plan.gradient.itemsize
@@ -289,7 +289,7 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
 
 
 def _zero3(recipe: Recipe, plan: Plan) -> _Parts:
-    engine, compute = recipe.engine, plan.compute.itemsize
+    engine, compute, bucket = recipe.engine, plan.compute.itemsize, _bucket(recipe, plan)
     share = {p.name: -(-p.numel // engine.ranks) for p in plan.parameters}
     mine = sum(share[p.name] for p in plan.trainable)
     persistent = sum(p.numel for p in plan.parameters if p.numel < engine.persistent_elements)
@@ -301,8 +301,8 @@ def _zero3(recipe: Recipe, plan: Plan) -> _Parts:
         "frozen": sum(share[p.name] * p.held.itemsize for p in plan.parameters if not p.trainable),
         "buffers": _buffers(plan),
         "gather_buffers": persistent * compute,
-        # Allocated once, whatever the size of the model.
-        "reduce_buffers": engine.bucket_elements * plan.reduce.itemsize,
+        # Allocated once.
+        "reduce_buffers": bucket * plan.reduce.itemsize,
     }
     largest = max(p.numel for p in plan.parameters)
     live = min(total, max(largest, engine.live_elements + engine.prefetch_elements))
@@ -310,9 +310,14 @@ def _zero3(recipe: Recipe, plan: Plan) -> _Parts:
         held=held | _optimizer_state(recipe, plan, mine),
         gradients=0,
         gather=max(0, live - persistent) * compute,
-        reduce=min(total, engine.bucket_elements) * plan.reduce.itemsize,
-        largest_buffer=max(largest * compute, min(total, max(largest, engine.bucket_elements)) * plan.reduce.itemsize),
+        reduce=bucket * plan.reduce.itemsize,
+        largest_buffer=max(largest * compute, min(total, max(largest, bucket)) * plan.reduce.itemsize),
     )
+
+
+def _bucket(recipe: Recipe, plan: Plan) -> int:
+    """Elements of DeepSpeed's reduce bucket, which is never larger than all gradients."""
+    return min(recipe.engine.bucket_elements, sum(p.numel for p in plan.trainable))
 
 
 def _unit_elements(model: nn.Module, class_names: list[str] | None) -> list[int]:

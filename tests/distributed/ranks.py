@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -179,9 +181,14 @@ def _serve(pipe: Connection, rank: int, size: int, folder: str) -> None:
         pipe.send_bytes(pickle.dumps((False, traceback.format_exc(limit=-_STACK_FRAMES))))
         return
     pipe.send_bytes(pickle.dumps((True, None)))
+    modules = 0
     while order := pipe.recv_bytes():
         try:
             job, arguments = pickle.loads(order)
+            if len(sys.modules) != modules:
+                # DeepSpeed collects garbage several times per engine; what libraries left at import is none.
+                modules = len(sys.modules)
+                gc.freeze()
             # Plain pickle copies tensors; the pipe's own would hand over shared memory.
             answer = pickle.dumps((True, job(**arguments)))
         except BaseException:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def cases(engine: str) -> list[tuple[str, str, str, tuple[str, ...]]]:
-    # DeepSpeed's own bucket of 500 million elements would hide everything else.
+    # Smaller than the gradients are together: a bucket that is filled several times.
     settings = ("engine.bucket_elements=20000",) if engine.startswith("zero") else ()
     freeze = (*settings, "model.freeze=[model.embed_tokens.*]")
     return [

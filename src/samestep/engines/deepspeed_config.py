@@ -18,7 +18,8 @@ def deepspeed_config(recipe: EngineRecipe, plan: Plan, *, micro_batch: int) -> d
     stage = int(recipe.name.removeprefix("zero"))
     zero: dict[str, Any] = {
         "stage": stage,
-        "reduce_bucket_size": recipe.bucket_elements,
+        # DeepSpeed allocates the whole bucket, also for a model with fewer gradients than fit into it.
+        "reduce_bucket_size": _reduce_bucket(recipe, plan),
         "allgather_bucket_size": recipe.bucket_elements,
     }
     if stage == 3:
@@ -56,6 +57,11 @@ def deepspeed_config(recipe: EngineRecipe, plan: Plan, *, micro_batch: int) -> d
         # A static scale of 1: scaling the loss is ours.
         config["fp16"] = {"enabled": True, "loss_scale": 1.0}
     return config
+
+
+def _reduce_bucket(recipe: EngineRecipe, plan: Plan) -> int:
+    """Elements of the reduce bucket: the recipe's number, or all gradients where they are fewer."""
+    return min(recipe.bucket_elements, sum(p.numel for p in plan.trainable))
 
 
 def _offload(recipe: EngineRecipe, stage: int) -> tuple[str, str, str | None]:

@@ -239,7 +239,8 @@ class Engine(Section):
     backward_prefetch: NonNegativeInt = 0
     """fsdp, hsdp: units gathered ahead in the backward pass; 0 leaves it to the engine."""
     bucket_elements: PositiveInt = 500_000_000
-    """zero: elements per reduce and gather bucket. Does not change numbers."""
+    """zero: elements per reduce and gather bucket, at most; a model with fewer gradients gets a smaller one. Does not
+    change numbers."""
     prefetch_elements: NonNegativeInt = 50_000_000
     """zero3: elements gathered ahead. Does not change numbers."""
     live_elements: NonNegativeInt = 1_000_000_000
