@@ -275,6 +275,8 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
     bucket = _bucket(recipe, plan)
     crossing = bucket * plan.reduce.itemsize
     keeps_all = stage == 1 and plan.compute == torch.bfloat16 and plan.gradient == torch.float32
+    # A gradient larger than the bucket crosses alone; where all are kept in fp32, they cross together.
+    largest = whole if keeps_all else min(whole, max(bucket, max(p.numel for p in plan.trainable)))
     if keeps_all:
         held["gradients"] = whole * plan.gradient.itemsize
         gradients, reduce = whole * compute, crossing
@@ -282,7 +284,7 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
         gradients = mine * plan.gradient.itemsize
         staging = plan.gradient.itemsize if stage == 1 else compute
         reduce = bucket * staging + (crossing if plan.reduce.itemsize != staging else 0)
-    parts = _Parts(held=held, gradients=gradients, reduce=reduce, largest_buffer=crossing)
+    parts = _Parts(held=held, gradients=gradients, reduce=reduce, largest_buffer=largest * plan.reduce.itemsize)
     if recipe.engine.reduce_every == "step" and recipe.train.accumulation > 1:
         parts.whole_gradients = mine * plan.gradient.itemsize
     return parts

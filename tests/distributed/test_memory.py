@@ -21,9 +21,12 @@ def cases(engine: str) -> list[tuple[str, str, str, tuple[str, ...]]]:
     # Smaller than the gradients are together: a bucket that is filled several times.
     settings = ("engine.bucket_elements=20000",) if engine.startswith("zero") else ()
     freeze = (*settings, "model.freeze=[model.embed_tokens.*]")
+    # By default the bucket takes all gradients at once, however few they are.
+    default = [(engine, "mixed", CONFIG, ())] if settings else []
     return [
         *((engine, regime, CONFIG, settings) for regime in REGIMES),
         (engine, "mixed", CONFIG, freeze),
+        *default,
     ]
 
 

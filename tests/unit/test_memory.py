@@ -109,7 +109,7 @@ def test_frozen_weights_have_no_master_gradient_or_moment() -> None:
 def test_zero3_says_what_its_buffer_and_small_tensors_cost() -> None:
     default = estimate("zero3", settings="")
     small = estimate("zero3", settings="bucket_elements: 1000, persistent_elements: 0")
-    assert default.after_step_bytes - small.after_step_bytes == (500_000_000 - 1000) * 4 + 2 * default.parameters
+    assert default.after_step_bytes - small.after_step_bytes == (default.parameters - 1000) * 4 + 2 * default.parameters
     assert small.items["gather_buffers"] <= 2 * small.parameters
 
 

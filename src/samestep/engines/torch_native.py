@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -112,12 +112,10 @@ class TorchEngine:
     def _round_stochastically(self, seed: int) -> None:
         """Has FSDP round its fp32 shards stochastically, instead of to nearest, when it gathers them."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for module in _sharded(self.model):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for managed in group.fsdp_params:
-                    name = names.get(id(managed.sharded_param))
-                    if name is not None:
-                        stochastic_gather.install(managed, name=name, seed=seed, version=lambda: self.updates)
+        for managed in _managed(self.model):
+            name = names.get(id(managed.sharded_param))
+            if name is not None:
+                stochastic_gather.install(managed, name=name, seed=seed, version=lambda: self.updates)
 
     def turns(self, micro_steps: int) -> Sequence[Turn]:
         if not self._emulates:
@@ -132,8 +130,21 @@ class TorchEngine:
         if self._recipe.reduce_every == "step" and not self._emulates:
             cast(FSDPModule, self.model).set_requires_gradient_sync(last_micro)
         loss.backward()
+        if self._recipe.reduce_every == "step" and not self._emulates and not last_micro:
+            self._begin_accumulation()
         if self._emulates:
             self._emulate_reduction(turn, last_micro)
+
+    def _begin_accumulation(self) -> None:
+        """Starts the sum of parameters without a gradient so far: one that came later would have another dtype than
+        those that FSDP adds up already, and it reduces one dtype at a time."""
+        for managed in _managed(self.model):
+            whole = getattr(managed, "_unsharded_param", None)  # there from its first forward pass on
+            waits = managed.unsharded_accumulated_grad is None and (whole is None or whole.grad is None)
+            if waits and managed.sharded_param.requires_grad:
+                managed.unsharded_accumulated_grad = torch.zeros(
+                    managed._orig_size, dtype=self._plan.reduce, device=self._world.device
+                )
 
     def _emulate_reduction(self, turn: Turn, last_micro: bool) -> None:
         """Sums the ranks' gradients as their collective would have, by the recipe's rule of when."""
@@ -270,6 +281,13 @@ def _prefetch(units: Sequence[FSDPModule], recipe: EngineRecipe) -> None:
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _managed(model: nn.Module) -> Iterator[Any]:
+    """What FSDP keeps of each parameter that it shards."""
+    for module in _sharded(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
 
 
 def _initialise(model: nn.Module) -> None:
