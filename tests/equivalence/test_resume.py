@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.equivalence.cases import ENGINES, SHARDED, make_examples, make_recipe
+from tests.equivalence.cases import ENGINES, make_examples, make_recipe
 from tests.equivalence.trajectories import Trajectory, first_difference
 
 ROWS = make_examples(22)  # 4 rows a step: an epoch is 5 steps and a short one
@@ -64,8 +64,11 @@ def test_saving_changes_nothing(run, saved, model_folder, engine, regime):
     assert first_difference(never, saved(engine, regime)[0]) is None
 
 
-@pytest.mark.parametrize("regime", REGIMES)
-@pytest.mark.parametrize("engine", ENGINES)
+# benchmarks/resume_matrix.py has all of them, at all numbers of ranks.
+HALF = [(e, r) for i, e in enumerate(ENGINES) for k, r in enumerate(REGIMES) if (i + k) % 2 == 0]
+
+
+@pytest.mark.parametrize(("engine", "regime"), HALF)
 def test_goes_on_bit_for_bit_on_any_engine(run, saved, model_folder, engine, regime):
     """Each engine takes up what another one saved, over the end of the epoch, with dropout and a schedule."""
     writer = ENGINES[(ENGINES.index(engine) + REGIMES.index(regime)) % len(ENGINES)]
@@ -80,8 +83,6 @@ def test_goes_on_bit_for_bit_on_any_engine(run, saved, model_folder, engine, reg
 @pytest.mark.parametrize(("wrote", "reads"), [(1, 4), (4, 2), (2, 1)])
 def test_at_another_number_of_ranks(run, saved, model_folder, writer, reader, wrote, reads):
     regime = REGIMES[(ENGINES.index(writer) + wrote) % len(REGIMES)]
-    if regime == "full" and "single" in (writer, reader):
-        regime = "mixed"
     if (wrote == 1 and writer == "hsdp") or (reads == 1 and reader == "hsdp"):
         pytest.skip("hsdp needs two ranks")
     whole, folder = saved(writer, regime, wrote)
@@ -131,7 +132,3 @@ def test_variants(run, model_folder, tmp_path, name):
         )
         assert resumed.states[SAVED] == whole.states[SAVED]
         assert first_difference(rest_of(whole, SAVED), resumed) is None
-
-
-def test_every_sharded_engine_is_asked():
-    assert set(SHARDED) < set(ENGINES)
