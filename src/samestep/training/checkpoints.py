@@ -115,6 +115,11 @@ class Checkpoints:
             failure, self._failure = self._failure, None
             raise failure
 
+    def close(self) -> None:
+        """Lets what is being written end, whatever comes of it: the run has ended in another way."""
+        if self._pending is not None:
+            self._pending.join(self._timeout.total_seconds())
+
     def resume(self, folder: Path, *, allow_changes: bool) -> Manifest:
         """Takes up the run that the checkpoint `folder` holds. Raises CheckpointError, before anything is changed, when
         it is damaged or of another run; `allow_changes` lets the recipe differ where the state still fits."""

@@ -283,6 +283,7 @@ class _Run:
         return summary
 
     def close(self) -> None:
+        self.checkpoints.close()
         self.display.close()
         for tracker in self.trackers:
             tracker.close()
