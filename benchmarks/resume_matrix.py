@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.distributed.ranks import RankFailure, RankPools
 from tests.equivalence.cases import ENGINES, make_examples, make_recipe, save_model
-from tests.equivalence.trajectories import Trajectory, first_difference, joined, train
+from tests.equivalence.trajectories import Trajectory, first_difference, joined, rest_of, train
 
 REGIMES = ("full", "mixed", "low", "low-kahan", "low-stochastic")
 RANKS = (1, 2, 4)
@@ -80,14 +80,7 @@ def difference(whole: Trajectory, resumed: Trajectory, *, same: bool) -> str | N
     if resumed.states[SAVED] != whole.states[SAVED]:
         return "state"
     if same:
-        rest = Trajectory(
-            name=whole.name,
-            start=whole.steps[SAVED - 1].digests,
-            steps=whole.steps[SAVED:],
-            masters=whole.masters,
-            evaluations=[],
-        )
-        return first_difference(rest, resumed)
+        return first_difference(rest_of(whole, SAVED), resumed)
     near = abs(resumed.steps[0].loss - whole.steps[SAVED].loss) < 1e-3
     return None if near else f"loss {resumed.steps[0].loss} instead of {whole.steps[SAVED].loss}"
 

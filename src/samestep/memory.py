@@ -30,6 +30,7 @@ from transformers import PretrainedConfig
 
 from samestep import models
 from samestep.engines import build
+from samestep.engines.deepspeed_config import reduce_bucket
 from samestep.errors import SamestepError
 from samestep.optim import is_decayed
 from samestep.precision import plan as precision_plan
@@ -272,7 +273,7 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
     frozen = sum(p.numel * p.held.itemsize for p in plan.parameters if not p.trainable)
     held = {"weights": whole * compute, "masters": mine * plan.master.itemsize, "frozen": frozen}
     held |= {"buffers": _buffers(plan)} | _optimizer_state(recipe, plan, mine)
-    bucket = _bucket(recipe, plan)
+    bucket = reduce_bucket(recipe.engine, plan)
     crossing = bucket * plan.reduce.itemsize
     keeps_all = stage == 1 and plan.compute == torch.bfloat16 and plan.gradient == torch.float32
     # A gradient larger than the bucket crosses alone; where all are kept in fp32, they cross together.
@@ -291,7 +292,7 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
 
 
 def _zero3(recipe: Recipe, plan: Plan) -> _Parts:
-    engine, compute, bucket = recipe.engine, plan.compute.itemsize, _bucket(recipe, plan)
+    engine, compute, bucket = recipe.engine, plan.compute.itemsize, reduce_bucket(recipe.engine, plan)
     share = {p.name: -(-p.numel // engine.ranks) for p in plan.parameters}
     mine = sum(share[p.name] for p in plan.trainable)
     persistent = sum(p.numel for p in plan.parameters if p.numel < engine.persistent_elements)
@@ -315,11 +316,6 @@ def _zero3(recipe: Recipe, plan: Plan) -> _Parts:
         reduce=bucket * plan.reduce.itemsize,
         largest_buffer=max(largest * compute, min(total, max(largest, bucket)) * plan.reduce.itemsize),
     )
-
-
-def _bucket(recipe: Recipe, plan: Plan) -> int:
-    """Elements of DeepSpeed's reduce bucket, which is never larger than all gradients."""
-    return min(recipe.engine.bucket_elements, sum(p.numel for p in plan.trainable))
 
 
 def _unit_elements(model: nn.Module, class_names: list[str] | None) -> list[int]:

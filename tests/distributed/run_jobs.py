@@ -70,7 +70,7 @@ def late_for_a_checkpoint(out: str) -> str:
         {"model": {"path": "m"}, "data": {"path": "d"}, "engine": {"timeout_seconds": 2}, "train": {"steps": 1}}
     )
     nothing: Any = None
-    course = Course(recipe=checked, plan=nothing, rows_per_step=1, data_sha256="")
+    course = Course(recipe=checked, plan=nothing, loader=nothing)
     checkpoints = Checkpoints(course, nothing, Path(out), here)
     if not here.is_main:
         time.sleep(4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.equivalence.cases import ENGINES, make_examples, make_recipe
-from tests.equivalence.trajectories import Trajectory, first_difference
+from tests.equivalence.trajectories import Trajectory, first_difference, rest_of
 
 ROWS = make_examples(22)  # 4 rows a step: an epoch is 5 steps and a short one
 STEPS, SAVED = 8, 3
@@ -44,17 +44,6 @@ def saved(run: Any, model_folder: Any, tmp_path_factory: pytest.TempPathFactory)
         return kept[key]
 
     return go
-
-
-def rest_of(whole: Trajectory, done: int) -> Trajectory:
-    """What a run that goes on after `done` steps of `whole` has to be."""
-    return Trajectory(
-        name=whole.name,
-        start=whole.steps[done - 1].digests,
-        steps=whole.steps[done:],
-        masters=whole.masters,
-        evaluations=whole.evaluations,
-    )
 
 
 @pytest.mark.parametrize("regime", ["mixed", "low-kahan"])

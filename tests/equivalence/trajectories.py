@@ -205,7 +205,7 @@ def evaluation_loader_of(recipe: Recipe, examples: Examples) -> Loader:
 
 
 def _checkpoints(recipe: Recipe, plan: Plan, stepper: Stepper, loader: Loader, out: Path, here: World) -> Checkpoints:
-    course = Course(recipe=recipe, plan=plan, rows_per_step=loader.rows_per_step, data_sha256=loader.examples.sha256)
+    course = Course(recipe=recipe, plan=plan, loader=loader)
     return Checkpoints(course, stepper, out, here)
 
 
@@ -281,6 +281,17 @@ def _added(name: str, replicas: Sequence[int], shares: Sequence[dict[str, int]])
     for parameter, value in first.items():
         assert all(copy[parameter] == value for copy in copies.values()), f"{name}: copies of {parameter} differ"
     return first
+
+
+def rest_of(whole: Trajectory, done: int) -> Trajectory:
+    """What a run that goes on after `done` steps of `whole` has to be."""
+    return Trajectory(
+        name=whole.name,
+        start=whole.steps[done - 1].digests,
+        steps=whole.steps[done:],
+        masters=whole.masters,
+        evaluations=whole.evaluations,
+    )
 
 
 _QUANTITIES = (

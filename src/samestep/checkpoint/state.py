@@ -48,11 +48,6 @@ def master_key(name: str) -> str:
     return _MASTER + name
 
 
-def parameter_of(key: str) -> str:
-    """The parameter whose master has this name in a checkpoint."""
-    return key.removeprefix(_MASTER)
-
-
 def master_names(tensors: Sequence[str]) -> set[str]:
     """The parameters that have a master in a checkpoint."""
-    return {parameter_of(name) for name in tensors if name.startswith(_MASTER)}
+    return {name.removeprefix(_MASTER) for name in tensors if name.startswith(_MASTER)}

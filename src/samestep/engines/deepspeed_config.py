@@ -19,7 +19,7 @@ def deepspeed_config(recipe: EngineRecipe, plan: Plan, *, micro_batch: int) -> d
     zero: dict[str, Any] = {
         "stage": stage,
         # DeepSpeed allocates the whole bucket, also for a model with fewer gradients than fit into it.
-        "reduce_bucket_size": _reduce_bucket(recipe, plan),
+        "reduce_bucket_size": reduce_bucket(recipe, plan),
         "allgather_bucket_size": recipe.bucket_elements,
     }
     if stage == 3:
@@ -59,8 +59,8 @@ def deepspeed_config(recipe: EngineRecipe, plan: Plan, *, micro_batch: int) -> d
     return config
 
 
-def _reduce_bucket(recipe: EngineRecipe, plan: Plan) -> int:
-    """Elements of the reduce bucket: the recipe's number, or all gradients where they are fewer."""
+def reduce_bucket(recipe: EngineRecipe, plan: Plan) -> int:
+    """Elements of DeepSpeed's reduce bucket: the recipe's number, or all gradients where they are fewer."""
     return min(recipe.bucket_elements, sum(p.numel for p in plan.trainable))
 
 

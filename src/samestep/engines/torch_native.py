@@ -127,10 +127,11 @@ class TorchEngine:
 
     def backward(self, loss: torch.Tensor, turn: Turn, micro_steps: int) -> None:
         last_micro = turn.micro == micro_steps - 1
-        if self._recipe.reduce_every == "step" and not self._emulates:
+        waits = self._recipe.reduce_every == "step" and not self._emulates
+        if waits:
             cast(FSDPModule, self.model).set_requires_gradient_sync(last_micro)
         loss.backward()
-        if self._recipe.reduce_every == "step" and not self._emulates and not last_micro:
+        if waits and turn.micro == 0 and not last_micro:
             self._begin_accumulation()
         if self._emulates:
             self._emulate_reduction(turn, last_micro)

@@ -17,6 +17,7 @@ from samestep.checkpoint.manifest import Manifest, StoredFile, damages, read_man
 from samestep.checkpoint.metadata import NAME as METADATA
 from samestep.checkpoint.state import kept_by, master_names, optimizer_keys, state_of, stored
 from samestep.checkpoint.tensors import read_tensors, write_tensors
+from samestep.data import Loader
 from samestep.engines.protocol import Shard
 from samestep.errors import CheckpointError, OutputError, RunError, SamestepError
 from samestep.precision.plan import Plan, described
@@ -49,12 +50,11 @@ _FREE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What makes a run the same run, besides its recipe."""
+    """What makes a run the same run: its recipe, its plan, and the rows of each of its steps."""
 
     recipe: Recipe
     plan: Plan
-    rows_per_step: int
-    data_sha256: str
+    loader: Loader
 
 
 class Checkpoints:
@@ -87,7 +87,7 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether checkpoint.every asks for one after this step."""
-        return self._recipe.every is not None and step % self._recipe.every == 0
+        return falls_on(step, self._recipe.every)
 
     def save(self, step: int) -> None:
         """Writes a checkpoint of the run after `step` steps; with checkpoint.asynchronous, goes on when the state is
@@ -150,8 +150,8 @@ class Checkpoints:
             engine=recipe.engine.name,
             ranks=recipe.engine.ranks,
             regime=recipe.precision.regime,
-            rows_per_step=self._course.rows_per_step,
-            data_sha256=self._course.data_sha256,
+            rows_per_step=self._course.loader.rows_per_step,
+            data_sha256=self._course.loader.examples.sha256,
             loss_scale=stepper.scale.state() if stepper.scale else None,
             moved=stepper.monitor.moved,
             tensors=stored(state),
@@ -219,12 +219,12 @@ class Checkpoints:
                 remedy="Give the model, the freezing and the adapters that it was made with.",
             )
         changes = list(_changes(manifest.recipe, course.recipe.model_dump(mode="json")))
-        if manifest.data_sha256 != course.data_sha256:
+        if manifest.data_sha256 != course.loader.examples.sha256:
             changes.append("the rows of the training data are others")
-        if manifest.rows_per_step != course.rows_per_step:
+        rows = course.loader.rows_per_step
+        if manifest.rows_per_step != rows:
             changes.append(
-                f"a step takes {course.rows_per_step} rows (ranks x micro_batch x accumulation), not "
-                f"{manifest.rows_per_step}"
+                f"a step takes {rows} rows (ranks x micro_batch x accumulation), not {manifest.rows_per_step}"
             )
         if changes and not allow_changes:
             raise CheckpointError(
@@ -232,6 +232,11 @@ class Checkpoints:
                 where=str(folder),
                 remedy="Mend the recipe, or give --allow-changes to go on all the same.",
             )
+
+
+def falls_on(step: int, every: int | None) -> bool:
+    """Whether something that is done every so many steps, or never for None, is due after this one."""
+    return every is not None and step % every == 0
 
 
 def _own_files(folder: Path, rank: int) -> Iterator[tuple[str, StoredFile]]:

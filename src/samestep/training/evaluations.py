@@ -11,6 +11,7 @@ from samestep.training import folder
 from samestep.training.display import Display
 from samestep.training.steps import Stepper
 from samestep.training.trackers import Tracker
+from samestep.world import World
 
 
 class Evaluations:
@@ -20,14 +21,18 @@ class Evaluations:
     """
 
     def __init__(
-        self, held_out: Loader | None, stepper: Stepper, out: Path, display: Display, trackers: Sequence[Tracker]
+        self,
+        held_out: Loader | None,
+        stepper: Stepper,
+        out: Path,
+        world: World,
+        display: Display,
+        trackers: Sequence[Tracker],
     ) -> None:
         self.made: list[dict[str, Any]] = []
         self._held_out, self._stepper, self._display, self._trackers = held_out, stepper, display, trackers
+        self._world = world
         self._path = out / "evaluations.jsonl"
-
-    def due(self, step: int, every: int | None) -> bool:
-        return every is not None and step % every == 0
 
     def add(self, step: int) -> None:
         """Evaluates after `step` steps."""
@@ -36,7 +41,7 @@ class Evaluations:
         loss = self.measure()
         record = {"step": step, "loss": folder.finite(loss), "rows": len(self._held_out.examples)}
         self.made.append(record)
-        if self._stepper.is_main:
+        if self._world.is_main:
             lines = folder.JsonLines(self._path)
             lines.write(record)
             lines.close()
@@ -51,5 +56,5 @@ class Evaluations:
 
     def restore(self, step: int) -> None:
         """Goes on with a run that has made `step` steps."""
-        if self._stepper.is_main:
+        if self._world.is_main:
             self.made = folder.keep_lines(self._path, step)

@@ -22,7 +22,7 @@ from samestep.checkpoint.export import (
     write_export,
 )
 from samestep.checkpoint.manifest import damages, read_manifest
-from samestep.checkpoint.state import master_key, master_names, parameter_of
+from samestep.checkpoint.state import master_key, master_names
 from samestep.checkpoint.tensors import whole_tensors
 from samestep.dtypes import DTYPES
 from samestep.engines.protocol import Engine
@@ -48,9 +48,7 @@ class Trained:
     @property
     def random(self) -> Callable[[str], Stream] | None:
         """A parameter's random numbers for a stochastic export; None when it rounds to nearest."""
-        if self.recipe.precision.export_rounding != "stochastic":
-            return None
-        return lambda name: stream(self.recipe.train.seed, self.steps, name, "export")
+        return _random(self.recipe, self.steps)
 
 
 def export(
@@ -108,16 +106,15 @@ def export_checkpoint(source: Path, out: Path, *, dtype: str | None, overwrite: 
     tokenizer = models.load_tokenizer(recipe.model)
     cast_for_export(model, dtype or recipe.precision.export_dtype)
     into = _tensors(model)
-    stochastic = recipe.precision.export_rounding == "stochastic"
-    masters = {master_key(name): tensor for name, tensor in into.items() if master_key(name) in manifest.tensors}
-    if strange := sorted(master_names(list(manifest.tensors)) - into.keys()):
+    random = _random(recipe, manifest.step)
+    names = sorted(master_names(list(manifest.tensors)))
+    if strange := [name for name in names if name not in into]:
         raise CheckpointError(f"the model has no parameter {strange[0]}", where=str(source))
-    for key, whole in whole_tensors(source, {key: manifest.tensors[key] for key in masters}):
-        name = parameter_of(key)
-        if whole.shape != masters[key].shape:
+    masters = {master_key(name): manifest.tensors[master_key(name)] for name in names}
+    for name, (_, whole) in zip(names, whole_tensors(source, masters), strict=True):
+        if whole.shape != into[name].shape:
             raise CheckpointError(f"{name} has another shape in the model", where=str(source))
-        random = stream(recipe.train.seed, manifest.step, name, "export") if stochastic else None
-        round_into(masters[key], whole, random)
+        round_into(into[name], whole, random(name) if random else None)
     out.parent.mkdir(parents=True, exist_ok=True)
     folder.write_folder(out, partial(write_export, model, tokenizer))
 
@@ -133,6 +130,13 @@ def exported_losses(run: Trained, trained_loss: float | None, evaluate: Callable
         return {}
     keep_what_is_exported(run.engine, dtypes, run.random)
     return {"trained_loss": trained_loss, "exported_loss": folder.finite(evaluate())}
+
+
+def _random(recipe: Recipe, steps: int) -> Callable[[str], Stream] | None:
+    """A parameter's random numbers for a stochastic export after `steps` steps; None when it rounds to nearest."""
+    if recipe.precision.export_rounding != "stochastic":
+        return None
+    return lambda name: stream(recipe.train.seed, steps, name, "export")
 
 
 def _model(recipe: Recipe) -> tuple[nn.Module | None, ModelError | None]:

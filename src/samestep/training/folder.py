@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,12 +125,7 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
             remedy="Choose another with --out; --overwrite replaces runs only.",
         )
     try:
-        for name in found:
-            path = folder / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        probe = folder / _PROBE
-        probe.write_bytes(b"")
-        probe.unlink()
+        _clear(folder, found)
     except OSError as error:
         raise _cannot_write(folder, error) from error
 
@@ -138,17 +133,19 @@ def prepare(folder: Path, *, overwrite: bool) -> None:
 def reopen(folder: Path) -> None:
     """Makes a run folder ready to go on in: takes away what says that the run has ended. Raises OutputError."""
     try:
-        (folder / "summary.json").unlink(missing_ok=True)
-        for name in _LEFTOVERS:
-            path = folder / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif name != _LOCK:
-                path.unlink(missing_ok=True)
-        (folder / _PROBE).write_bytes(b"")
-        (folder / _PROBE).unlink()
+        _clear(folder, ["summary.json", *(name for name in _LEFTOVERS if name != _LOCK)])
     except OSError as error:
         raise _cannot_write(folder, error) from error
+
+
+def _clear(folder: Path, names: Iterable[str]) -> None:
+    """Deletes what is there of these, and sees that the folder can be written. Raises OSError."""
+    for name in names:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    probe = folder / _PROBE
+    probe.write_bytes(b"")
+    probe.unlink()
 
 
 def keep_lines(path: Path, step: int) -> list[dict[str, Any]]:

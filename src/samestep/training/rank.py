@@ -22,7 +22,7 @@ from samestep.precision.plan import Plan
 from samestep.recipe import resolved_text
 from samestep.recipe.schema import Recipe
 from samestep.training import folder, machine, report, setup
-from samestep.training.checkpoints import Checkpoints, Course
+from samestep.training.checkpoints import Checkpoints, Course, falls_on
 from samestep.training.display import Display
 from samestep.training.evaluations import Evaluations
 from samestep.training.exporting import Trained, export, exported_losses
@@ -90,12 +90,7 @@ class _Run:
         self.outlook = outlook(self.recipe, self.plan, model, self.rates) if looks_ahead else None
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
-        course = Course(
-            recipe=self.recipe,
-            plan=self.plan,
-            rows_per_step=self.loader.rows_per_step,
-            data_sha256=self.data.train.sha256,
-        )
+        course = Course(recipe=self.recipe, plan=self.plan, loader=self.loader)
         self.checkpoints = Checkpoints(course, self.stepper, self.out, here)
         self.display = Display(steps=self.total_steps, every=recipe.log.every, quiet=not here.is_main)
         trackers = recipe.log.trackers if here.is_main else []
@@ -106,7 +101,7 @@ class _Run:
         self.last: folder.StepRecord | None = None
         self.shares: Shares | None = None
         held_out = setup.evaluation_loader(self.data, recipe, self.tokenizer)
-        self.evaluations = Evaluations(held_out, self.stepper, self.out, self.display, self.trackers)
+        self.evaluations = Evaluations(held_out, self.stepper, self.out, here, self.display, self.trackers)
 
     def go(self, stop_requested: Callable[[], bool]) -> dict[str, Any] | None:
         done = self._take_up()
@@ -121,9 +116,9 @@ class _Run:
                 if steps:
                     steps.write(record)
                 self._show(record)
-                _judge(self.stepper, self.recipe, outcome, record.step)
+                _judge(self.stepper, self.recipe, outcome, record.step, self.out)
                 last = record.step == self.total_steps
-                if last or self.evaluations.due(record.step, self.recipe.train.evaluate_every):
+                if last or falls_on(record.step, self.recipe.train.evaluate_every):
                     self.evaluations.add(record.step)
                 if not last and (outcome.should_stop or record.step == self.request.stop_after):
                     status = "interrupted" if outcome.should_stop else "stopped"
@@ -298,14 +293,14 @@ def _guard(recipe: Recipe, plan: Plan, engine: Engine, rates: Sequence[float], h
     refuse_lost_updates(engine.masters(), peak_lr=max(rates), limit=limit, world=here, regime=plan.regime)
 
 
-def _judge(stepper: Stepper, recipe: Recipe, outcome: StepOutcome, step: int) -> None:
+def _judge(stepper: Stepper, recipe: Recipe, outcome: StepOutcome, step: int, out: Path) -> None:
     """Ends the run at a step whose numbers are not finite, unless the recipe, or a loss scale, skips it."""
     tolerated = stepper.settle(outcome)
     if not tolerated and recipe.train.on_non_finite == "stop":
         what = "gradient" if math.isfinite(outcome.loss) else "loss"
         raise RunError(
             f"the {what} of step {step} is not finite; the weights are those of the step before",
-            where="steps.jsonl",
+            where=str(out / "steps.jsonl"),
             remedy="Lower the learning rate, or set train.on_non_finite: skip.",
         )
 

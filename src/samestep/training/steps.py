@@ -139,10 +139,6 @@ class Stepper:
             idle_layers=observer.idle,
         )
 
-    @property
-    def is_main(self) -> bool:
-        return self._world.is_main
-
     def settle(self, outcome: StepOutcome) -> bool:
         """Adapts the loss scale to a step's outcome; False when the step was skipped and no smaller scale can help."""
         if not outcome.skipped:
