@@ -32,6 +32,7 @@ _FREE = (
     "name",
     "model.path",
     "model.tokenizer",
+    "model.lora.export_merged",
     "data.path",
     "precision.measure_every",
     "precision.max_lost_update_share",
