@@ -111,7 +111,7 @@ class Accelerate:
     name = "accelerate FSDP2 save_state"
 
     def __init__(self, model: torch.nn.Module) -> None:
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
         from accelerate.utils import DistributedType
 
         plugin = FullyShardedDataParallelPlugin(
@@ -123,7 +123,7 @@ class Accelerate:
         )
         self._accelerator = Accelerator(cpu=True)
         # accelerate offers FSDP on accelerators only; its code for it works on the CPU as well.
-        self._accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState().distributed_type = self._accelerator.state.distributed_type = DistributedType.FSDP
         self._accelerator.state.fsdp_plugin = plugin
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         prepared = self._accelerator.prepare(model, optimizer)

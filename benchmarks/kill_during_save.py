@@ -3,10 +3,10 @@
     PYTHONPATH=. python benchmarks/kill_during_save.py [--tries 60] [--seed 0]
 
 Each try starts 2 or 3 ranks that take up the newest checkpoint of one run folder and then save one step after the
-other, synchronously or in the background. At a random moment SIGKILL goes to one of them or to all; the others of a rank
-that died alone have a few seconds to end by themselves, then a launcher would end them. After it every checkpoint in the
-folder must be whole, `latest` must name one, none that was complete may be lost, and what the next try takes up must
-have the values of its step. Prints a line a try and a summary; exit code 1 when something was lost.
+other, synchronously or in the background. At a random moment SIGKILL goes to one of them or to all; the others of a
+rank that died alone have a few seconds to end by themselves, then a launcher would end them. After it every checkpoint
+in the folder must be whole, `latest` must name one, none that was complete may be lost, and what the next try takes up
+must have the values of its step. Prints a line a try and a summary; exit code 1 when something was lost.
 """
 
 from __future__ import annotations

@@ -48,6 +48,8 @@ _FREE = (
     "log.",
 )
 
+_WHOLE = "The checkpoint before is whole; go on from it with --resume."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
@@ -171,7 +173,7 @@ class Checkpoints:
             raise RunError(
                 f"not all ranks came to save step {step}: {str(error).splitlines()[0]}",
                 where=str(self._folder),
-                remedy="The checkpoint before is whole; go on from it with --resume.",
+                remedy=_WHOLE,
             ) from error
 
     def _write_behind(self, shards: list[Shard], manifest: Manifest) -> None:
@@ -192,10 +194,10 @@ class Checkpoints:
             merged = {name: file for part in files for name, file in part.items()}
             complete = replace(manifest, files=merged)
             self._together(lambda: store.publish(partial, complete, keep=self._recipe.keep) if main else None)
-        except OutputError:
+        except OutputError as error:
             if main:
                 store.abandon(partial)
-            raise
+            raise OutputError(error.what, where=error.where, remedy=error.remedy or _WHOLE) from error
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Does this rank's part; what every rank's part gave. Raises OutputError on all ranks when one failed."""
@@ -206,7 +208,7 @@ class Checkpoints:
             failure = str(error)
         everyone = gather_objects((result, failure), self._world, self._group)
         if failed := next((text for _, text in everyone if text), None):
-            raise OutputError(failed, remedy="The checkpoint before is whole; go on from it with --resume.")
+            raise OutputError(failed, remedy=_WHOLE)
         return [value for value, _ in everyone]
 
     def _check(self, folder: Path, manifest: Manifest, *, allow_changes: bool) -> None:
