@@ -271,7 +271,7 @@ class _Run:
             weights_sha256=digest,
             out=self.out,
             seconds=time.time() - self.started,
-            device=self.world.device.type,
+            device=self.world.device,
         )
         folder.write_json(self.out / "summary.json", summary)
         for sentence in report.vanished_sentences(self.recipe, self.plan, self.shares, exported):
