@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from samestep.checkpoint.boxes import Box, boxes
 from samestep.checkpoint.manifest import StoredTensor
 from samestep.checkpoint.metadata import read_metadata
+from samestep.checkpoint.writer import Writer
 from samestep.engines.protocol import Shard
 from samestep.errors import CheckpointError, OutputError
 
@@ -51,7 +52,7 @@ def write_tensors(folder: Path, shards: Sequence[Shard], group: dist.ProcessGrou
     """
     planner = _SavePlanner(shards)
     try:
-        dcp.save({}, storage_writer=FileSystemWriter(folder, overwrite=False), planner=planner, process_group=group)
+        dcp.save({}, storage_writer=Writer(folder), planner=planner, process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]

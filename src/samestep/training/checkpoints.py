@@ -102,7 +102,7 @@ class Checkpoints:
         state = state_of(self._stepper.engine)
         shards, manifest = kept_by(self._stepper.engine, state), self._manifest(step, state)
         if self._recipe.asynchronous:
-            shards = [replace(shard, values=shard.values.detach().cpu().clone()) for shard in shards]
+            shards = [replace(shard, values=shard.values.detach().to("cpu", copy=True)) for shard in shards]
             self._pending = threading.Thread(target=self._write_behind, args=(shards, manifest), daemon=True)
             self._pending.start()
         else:
