@@ -173,7 +173,10 @@ def check_config(recipe: ModelRecipe) -> None:
 def as_stored(model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.dtype) -> PretrainedConfig:
     """The model's config as it leaves a run: with the dtype of its weights, and the cache that training turned off."""
     own = AutoConfig.from_pretrained(recipe.path) if recipe.path is not None else _config(recipe)
-    model.config.use_cache = getattr(own, "use_cache", True)
+    if hasattr(own, "use_cache"):
+        model.config.use_cache = own.use_cache
+    else:
+        vars(model.config).pop("use_cache", None)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     return model.config

@@ -51,7 +51,7 @@ def open_base(recipe: ModelRecipe) -> BaseModel | None:
     if recipe.path is None:
         return None
     plain = recipe.model_copy(update={"lora": None, "freeze": []})
-    skeleton = models.load_meta_model(plain, attention=recipe.attention)
+    skeleton = models.load_meta_model(plain)
     folder = _folder(recipe.path)
     if folder is None or not isinstance(skeleton, PreTrainedModel) or _is_converted(skeleton):
         return None
@@ -64,7 +64,7 @@ def open_base(recipe: ModelRecipe) -> BaseModel | None:
         dtypes |= {stored[name].dtype for name in wanted}
     if len(dtypes) != 1:
         return None
-    adapted = models.load_meta_model(recipe, attention=recipe.attention) if recipe.lora else None
+    adapted = models.load_meta_model(recipe) if recipe.lora else None
     if adapted and not all(p.requires_grad for name, p in adapted.named_parameters() if models.is_adapter(name)):
         return None
     return BaseModel(

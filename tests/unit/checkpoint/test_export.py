@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from samestep import models
+from samestep.checkpoint.store import newest
 from samestep.checkpoint.weight_writer import Layout, WeightWriter
 from samestep.errors import CheckpointError, ModelError, OutputError
 from samestep.training.exporting import export_checkpoint
-from tests.small_runs import make_tokenizer
+from samestep.training.rank import Request, run
+from tests.small_runs import make_folder, make_tokenizer
 from tests.unit.checkpoint.trained import LORA, checkpoint, recipe_of, source
 
 IDS = torch.tensor([[3, 9, 4, 15, 1]])
@@ -39,8 +42,12 @@ def logits(model: Any) -> torch.Tensor:
 
 def same_files(ours: Path, theirs: Path, names: tuple[str, ...] = ("*.safetensors", "*.json")) -> None:
     for pattern in names:
-        mine = {path.name: path.read_bytes() for path in ours.glob(pattern) if not path.name.startswith("tokenizer")}
-        assert mine == {path.name: path.read_bytes() for path in theirs.glob(pattern)}
+        mine, others = (
+            {path.name: path.read_bytes() for path in folder.glob(pattern) if not path.name.startswith("tokenizer")}
+            for folder in (ours, theirs)
+        )
+        assert mine == others
+        assert mine
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -145,6 +152,47 @@ def test_the_recipe_can_ask_for_merged_adapters(tmp_path: Path) -> None:
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_run_leaves_what_its_last_checkpoint_would(tmp_path: Path, merged: bool) -> None:
+    """Adapters on a bf16 model. What the export drops is counted from the tensors themselves."""
+    make_folder(tmp_path, dtype=torch.bfloat16)
+    recipe = recipe_of(
+        {"path": str(tmp_path / "model"), "lora": LORA | {"export_merged": merged}},
+        data={"path": str(tmp_path / "rows.jsonl"), "format": "text"},
+        engine={"name": "single", "ranks": 1},
+        train={"steps": 3, "micro_batch": 2, "optimizer": {"lr": 1e-3}},
+        precision={"max_lost_update_share": None},
+        checkpoint={"every": 3},
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    run(Request(recipe=recipe, out=out, keep_masters=True))
+    export_checkpoint(newest(out), tmp_path / "export")
+    same_files(out / "export", tmp_path / "export", ("*.safetensors", "*.json"))
+    masters = load_file(out / "masters.safetensors")
+    loaded = dict(models.load_model(recipe.model, seed=0).named_parameters())
+    moved = dropped = 0
+    if merged:
+        exported = load_file(out / "export" / "model.safetensors")
+        for name, weight in exported.items():
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{prefix}.base_layer.weight" in loaded:
+                before = loaded[f"{prefix}.base_layer.weight"]
+                change = (masters[f"{prefix}.lora_B.default.weight"] @ masters[f"{prefix}.lora_A.default.weight"]) * 3
+                moves = (before.float() + change) != before.float()
+                moved += int(moves.sum())
+                dropped += int((moves & (weight == before)).sum())
+    else:
+        exported = load_file(out / "export" / "adapter_model.safetensors")
+        for name, master in masters.items():
+            moves = master != loaded[name].float()
+            moved += int(moves.sum())
+            dropped += int((moves & (exported[name.replace(".default", "")] == loaded[name])).sum())
+    assert 0 < dropped < moved
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["export"]["dropped_share"] == dropped / moved
+
+
 def test_adapters_on_a_tied_weight_are_not_merged(tmp_path: Path) -> None:
     path = source(tmp_path / "model")
     recipe = recipe_of({"path": str(path), "lora": LORA | {"target_modules": ["lm_head", "q_proj"]}})
@@ -171,8 +219,6 @@ def test_a_model_that_is_loaded_whole_leaves_in_the_same_way(
     tmp_path: Path, changes: dict[str, Any], dtype: str
 ) -> None:
     """A fresh model has no files to read from. The same weights stored first give the same export."""
-    from samestep import models
-
     path = source(tmp_path / "model")
     recipe = recipe_of(fresh(path, **changes))
     base: Any = models.load_model(recipe.model.model_copy(update={"lora": None}), seed=0)
@@ -244,6 +290,7 @@ from pathlib import Path
 import torch
 from samestep.checkpoint import tensors
 from samestep.training.exporting import export_checkpoint
+from samestep.training.rank import Request, run
 
 tensors._BATCH_BYTES = 1 << 22
 source, small, out = map(Path, sys.argv[1:])
