@@ -9,7 +9,6 @@ for comparison, that of loading the model with transformers and saving it.
 from __future__ import annotations
 
 import argparse
-import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,6 @@ from tests.small_runs import make_tokenizer
 
 def grown(work: Callable[[], Any]) -> float:
     """MB by which this process's memory grew at most while it did this."""
-    gc.collect()
     forget_peak()
     before = resident()
     work()
