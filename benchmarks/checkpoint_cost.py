@@ -71,22 +71,20 @@ class Samestep:
         checkpoint = live.recipe.checkpoint.model_copy(update={"asynchronous": asynchronous})
         self._recipe = live.recipe.model_copy(update={"checkpoint": checkpoint})
         self._checkpoints: Any = None
+        self._step = 0
 
     def save(self, folder: Path) -> None:
-        if self._checkpoints is None or folder != self._folder:
+        if self._checkpoints is None:
             loader: Any = SimpleNamespace(rows_per_step=2, examples=SimpleNamespace(sha256="0" * 64))
             course = Course(recipe=self._recipe, plan=self._live.plan, loader=loader)
-            stepper: Any = SimpleNamespace(
-                engine=self._live.engine,
-                scale=None,
-                monitor=SimpleNamespace(moved=[], restore=lambda _: None),
-            )
-            self._folder = folder
+            monitor = SimpleNamespace(moved=[], restore=lambda _: None)
+            stepper: Any = SimpleNamespace(engine=self._live.engine, scale=None, monitor=monitor)
             self._checkpoints = Checkpoints(course, stepper, folder, self._live.world)
+        self._step += 1
         with contextlib.ExitStack() as patched:
             if not self._durable:
                 patched.enter_context(mock.patch("os.fsync"))
-            self._checkpoints.save(1)
+            self._checkpoints.save(self._step)
 
     def finish(self) -> None:
         self._checkpoints.finish()
@@ -230,9 +228,9 @@ def main() -> None:
     here = world.start(timeout_seconds=600)
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     listed = contenders(asked.layers, here)
-    for turn in range(asked.rounds):
+    for _ in range(asked.rounds):
         for number, contender in enumerate(listed):
-            folder = asked.folder / f"{turn}-{number}"
+            folder = asked.folder / str(number)
             if here.is_main:
                 folder.mkdir(parents=True)
                 os.sync()  # what the one before left must not be written on this one's time

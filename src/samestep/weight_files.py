@@ -73,9 +73,9 @@ def samples(stored: list[StoredTensor], *, limit: int) -> Iterator[tuple[StoredT
 
 
 def read(stored: StoredTensor) -> torch.Tensor:
-    """A whole tensor in its stored dtype; its file is open no longer than that. Raises ModelError."""
+    """A whole tensor in its stored dtype, not to be written to: it is the file's own memory. Raises ModelError."""
     with _opened(stored.file) as content:
-        return content.get_tensor(stored.name).clone()
+        return content.get_tensor(stored.name)
 
 
 def _read(content: Any, tensor: StoredTensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ from samestep.checkpoint.writer import Writer
 from samestep.engines.protocol import Shard
 from samestep.errors import CheckpointError, OutputError
 
-_BATCH_BYTES = 1 << 28
+_BATCH_BYTES = 1 << 26
 
 
 def write_tensors(folder: Path, shards: Sequence[Shard], group: dist.ProcessGroup | None = None) -> None:
@@ -81,7 +81,7 @@ def read_tensors(folder: Path, shards: Sequence[Shard], *, alone: bool = False) 
 
 def whole_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of the given tensors of a checkpoint, on the CPU, in their order. Needs no ranks. Reads as many at
-    once as fit into 256 MiB, but at least one. Raises CheckpointError."""
+    once as fit into 64 MiB, but at least one. Raises CheckpointError."""
     batch: list[Shard] = []
     for name, stored in tensors.items():
         whole = torch.empty(torch.Size(stored.shape).numel(), dtype=getattr(torch, stored.dtype))

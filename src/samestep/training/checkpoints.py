@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from samestep.checkpoint import store
@@ -74,6 +75,7 @@ class Checkpoints:
         if apart:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout))
         self._pending: threading.Thread | None = None
+        self._copies: list[torch.Tensor] = []
         self._failure: SamestepError | None = None
         self._last = time.monotonic()
         self._saved: int | None = None
@@ -102,7 +104,7 @@ class Checkpoints:
         state = state_of(self._stepper.engine)
         shards, manifest = kept_by(self._stepper.engine, state), self._manifest(step, state)
         if self._recipe.asynchronous:
-            shards = [replace(shard, values=shard.values.detach().to("cpu", copy=True)) for shard in shards]
+            shards = self._copied(shards)
             self._pending = threading.Thread(target=self._write_behind, args=(shards, manifest), daemon=True)
             self._pending.start()
         else:
@@ -162,6 +164,16 @@ class Checkpoints:
             plan=described(self._course.plan),
             versions=versions(),
         )
+
+    def _copied(self, shards: list[Shard]) -> list[Shard]:
+        """The shards with copies in host memory, whose places are kept for the next time: to have the system find new
+        ones takes longer than to fill them."""
+        values = [shard.values.detach() for shard in shards]
+        if [(v.dtype, v.shape) for v in values] != [(c.dtype, c.shape) for c in self._copies]:
+            self._copies = [torch.empty_like(v, device="cpu") for v in values]
+        for copy, live in zip(self._copies, values, strict=True):
+            copy.copy_(live)
+        return [replace(shard, values=copy) for copy, shard in zip(self._copies, shards, strict=True)]
 
     def _meet(self, step: int) -> None:
         """Has all ranks arrive before anything is written. Raises RunError that names those who do not."""

@@ -244,6 +244,28 @@ def test_p81_compensation_comes_back_bit_for_bit(source: Path, tmp_path: Path) -
         assert torch.equal(shard.values, kept[shard.name]), shard.name
 
 
+def test_a_checkpoint_in_the_background_is_of_its_step(source: Path, tmp_path: Path) -> None:
+    """What the training changes while files are written is not in them."""
+    held = Held(source, tmp_path / "run", checkpoint__asynchronous=True)
+    states = []
+    for step in (1, 2, 3):
+        held.update()
+        states.append({shard.name: shard.values.clone() for shard in state_of(held.engine)})
+        held.checkpoints.save(step)
+        held.update()
+    held.checkpoints.finish()
+    for folder in store.complete(tmp_path / "run" / "checkpoints"):
+        manifest = read_manifest(folder)
+        found = dict(whole_tensors(folder, manifest.tensors))
+        assert found.keys() == states[manifest.step - 1].keys()
+        for name, values in states[manifest.step - 1].items():
+            assert torch.equal(found[name].reshape(-1), values)
+    assert [folder.name for folder in store.complete(tmp_path / "run" / "checkpoints")] == [
+        "step-00000002",
+        "step-00000003",
+    ]
+
+
 def test_p84_one_tensor_at_a_time_is_copied_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of larger tensors, as ZeRO has them, are copied to be written: no more than one is there at a time."""
     whole = torch.randn(40, 1000)
