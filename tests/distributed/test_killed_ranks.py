@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,9 @@ def _while_saving(folder: Path, process: subprocess.Popen[str], *, after: int) -
 
 def _whole(folder: Path, step: int) -> int:
     """The newest step that is complete after a kill; nothing is running, nothing damaged, and `step` is not lost."""
+    deadline = time.monotonic() + 60
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.05)  # what was killed takes a moment to be gone
     assert processes_of(folder) == []
     newest = store.newest(folder / "out")
     manifest = read_manifest(newest)
