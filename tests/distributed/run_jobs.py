@@ -14,7 +14,8 @@ from samestep.errors import SamestepError
 from samestep.recipe import Recipe
 from samestep.training import folder
 from samestep.training.checkpoints import Checkpoints, Course
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 
 
 def train(

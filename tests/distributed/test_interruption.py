@@ -36,12 +36,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("engine", "number", "to"),
     [
-        ("single", signal.SIGINT, "process"),
-        ("single", signal.SIGTERM, "group"),
-        ("fsdp", signal.SIGINT, "group"),
+        ("single", signal.SIGTERM, "process"),
         ("fsdp", signal.SIGTERM, "every process"),
         ("hsdp", signal.SIGHUP, "process"),
-        ("zero2", signal.SIGTERM, "process"),
+        ("zero2", signal.SIGINT, "group"),
     ],
 )
 def test_a_run_that_is_asked_to_end(folder: Path, engine: str, number: signal.Signals, to: str) -> None:

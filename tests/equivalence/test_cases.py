@@ -38,7 +38,7 @@ def weights_of(folder: str) -> dict[str, torch.Tensor]:
 TINY_LR: dict[str, Any] = {
     "train__optimizer": {"lr": 1e-6},
     "train__schedule": {"name": "linear"},
-    "steps": 50,
+    "steps": 30,
 } | UNCLIPPED
 
 
@@ -173,7 +173,7 @@ def test_p38_the_norm_is_the_global_one(run, ranks, model_folder, engine):
     assert first_difference(*with_adapters) is None
 
 
-@pytest.mark.parametrize("regime", ["full", "mixed", "low"])
+@pytest.mark.parametrize("regime", ["full", "low"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_p39_both_norms_are_logged(run, model_folder, engine, regime):
     """The logged norm was above the limit, being the one before clipping."""
@@ -213,8 +213,7 @@ def test_p41_norms_are_those_of_one_process(run, ranks, model_folder, engine):
     assert [step.grad_norm_clipped for step in result.steps] == [clipped for _, _, clipped, _ in expected]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("engine", "count"), [("ddp", 2), ("fsdp", 2), ("zero1", 2), ("zero2", 1), ("zero3", 2)])
 def test_p43_the_schedule_counts_optimizer_steps(run, ranks, model_folder, engine, count):
     """A linear schedule of ten steps was done after five, since every process advanced it. The reference has the rates
     by hand: only a run that applies the same ones has the same weights."""

@@ -68,8 +68,13 @@ def test_goes_on_bit_for_bit_on_any_engine(run, saved, model_folder, engine, reg
     assert first_difference(rest_of(whole, SAVED), resumed) is None
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(a, ENGINES[(i + 3) % 7]) for i, a in enumerate(ENGINES)])
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 4), (4, 2), (2, 1)])
+SIZES = ((1, 4), (4, 2), (2, 1))
+CHANGED = [(i, sizes) for k, sizes in enumerate(SIZES) for i in range(len(ENGINES)) if (i + k) % 2 == 0]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "wrote", "reads"), [(ENGINES[i], ENGINES[(i + 3) % 7], *sizes) for i, sizes in CHANGED]
+)
 def test_at_another_number_of_ranks(run, saved, model_folder, writer, reader, wrote, reads):
     regime = REGIMES[(ENGINES.index(writer) + wrote) % len(REGIMES)]
     if (wrote == 1 and writer == "hsdp") or (reads == 1 and reader == "hsdp"):
@@ -108,12 +113,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants(run, model_folder, tmp_path, name):
-    """What recipes can ask for: saved on one engine after every step, taken up on the next one after the third."""
+    """What recipes can ask for: saved on one engine after every step, taken up on another one after the third."""
     variant = VARIANTS[name]
     model, rows = model_folder(**variant.get("model", {})), variant.get("rows", ROWS)
     engines = variant.get("engines", ("fsdp", "zero3", "hsdp", "zero1"))
     changes = {"checkpoint__every": 1} | variant.get("changes", {})
-    for writer, reader in zip(engines, [*engines[1:], engines[0]], strict=True):
+    first = list(VARIANTS).index(name) % 2
+    for writer, reader in ((engines[first], engines[first + 1]), (engines[-1], engines[0])):
         out = tmp_path / writer
         whole = run(recipe_of(writer, model, "mixed", **changes), rows, save=str(out))
         resumed = run(

@@ -30,14 +30,17 @@ def test_equal_loaded_in_bf16_or_fp32(run, model_folder, regime, engine):
     """The same bf16 numbers loaded in either dtype train alike, and as on `single`."""
     folder = model_folder(dtype=BF16)
     single = run(make_recipe("single", folder, regime=regime, steps=7, **SETTINGS), EXAMPLES, measure=True)
-    for load_dtype in ("stored", "float32"):
-        recipe = make_recipe(engine, folder, regime=regime, steps=7, model__load_dtype=load_dtype, **SETTINGS)
-        assert first_difference(single, run(recipe, EXAMPLES, measure=True)) is None
+    # `single` has loaded bf16.
+    load_dtype = ("stored", "float32")[(SHARDED.index(engine) + REGIMES.index(regime)) % 2]
+    recipe = make_recipe(engine, folder, regime=regime, steps=7, model__load_dtype=load_dtype, **SETTINGS)
+    assert first_difference(single, run(recipe, EXAMPLES, measure=True)) is None
     assert len({step.loss for step in single.steps}) == 7
 
 
-@pytest.mark.parametrize("engine", SHARDED)
-@pytest.mark.parametrize("regime", ["low-stochastic", "low-kahan"])
+@pytest.mark.parametrize(
+    ("regime", "engine"),
+    [(("low-stochastic", "low-kahan")[i % 2], engine) for i, engine in enumerate(SHARDED)],
+)
 def test_equal_on_four_ranks(run, model_folder, regime, engine):
     changes = SETTINGS | {"engine__ranks": 4, "train__micro_batch": 1}
     single = run(make_recipe("single", model_folder(), regime=regime, **changes), EXAMPLES)
@@ -46,7 +49,7 @@ def test_equal_on_four_ranks(run, model_folder, regime, engine):
 
 
 @pytest.mark.parametrize("engine", SHARDED)
-@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("regime", ["mixed-stochastic", "low-stochastic"])
 def test_a_skipped_step_draws_no_numbers(run, model_folder, regime, engine):
     """A gradient that is not finite is dropped on all engines, which then go on rounding alike."""
     changes: dict[str, Any] = {"train__on_non_finite": "skip", "train__accumulation": 2}

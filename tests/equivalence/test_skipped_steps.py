@@ -32,7 +32,7 @@ FP16 = {
     "precision__low_dtype": "float16",
     "precision__loss_scale": {"initial": 2.0**40, "growth_interval": 3, "minimum": 1.0},
     "train__schedule": {"name": "constant"},
-    "steps": 36,
+    "steps": 30,
 }
 
 
@@ -72,13 +72,13 @@ def test_fp16_scale_changes_no_number_that_fits(run, model_folder):
 
 @pytest.mark.parametrize(
     ("regime", "every"),
-    [("mixed", "step"), *((regime, "micro_batch") for regime in ("full", "mixed", "low", "low-kahan"))],
+    [("mixed", "step"), ("mixed", "micro_batch"), ("low-kahan", "micro_batch")],
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_infinite_gradient_on_one_rank(run, model_folder, engine, regime, every):
     """The second micro-batch of rank 1 overflows in the second step, with accumulation."""
-    if every == "step" and (engine in ("zero2", "zero3") or regime == "low-kahan"):
-        pytest.skip("zero2 and zero3 reduce after every micro-batch; one regime with the rule is enough")
+    if every == "step" and engine in ("zero2", "zero3"):
+        pytest.skip("zero2 and zero3 reduce after every micro-batch")
     changes = {"train__accumulation": 3, "train__on_non_finite": "skip", "engine__reduce_every": every}
     poison = (2, 1, 1)
     single = run(make_recipe("single", model_folder(), regime=regime, **changes), EXAMPLES, poison=poison)

@@ -186,12 +186,14 @@ CUT_DEPENDENT = {("sgd", "low", engine) for engine in SHARDED if engine not in (
 
 
 def every() -> Iterator[Any]:
-    """All engines under one regime; under the others every second one, in turn, because each costs time."""
+    """All engines under one regime; under the others two, in turn, because each costs time."""
     for number, variant in enumerate(VARIANTS):
         whole = "mixed" if "mixed" in variant.regimes else variant.regimes[0]
         for place, regime in enumerate(variant.regimes):
             few = len(variant.engines) < 4 or regime == whole
-            for engine in variant.engines if few else variant.engines[(number + place) % 2 :: 2]:
+            shift = number + place
+            taken = variant.engines if few else (variant.engines[shift % 2], variant.engines[-1 - shift % 2])
+            for engine in taken:
                 marks = [pytest.mark.xfail] if (variant.name, regime, engine) in CUT_DEPENDENT else []
                 name = f"{variant.name.replace(' ', '-')}-{regime}-{engine}"
                 yield pytest.param(variant, regime, engine, id=name, marks=marks)

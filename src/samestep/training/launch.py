@@ -20,6 +20,7 @@ from samestep.checkpoint import store
 from samestep.errors import Interrupted, OutputError, RunError, SamestepError
 from samestep.recipe.schema import Recipe
 from samestep.training import folder
+from samestep.training.request import Request
 
 # SIGTERM, by which the launcher ends the ranks that are left.
 _ENDED_BY_US = (-15, 143)
@@ -45,8 +46,6 @@ def train(
     be another than the checkpoint's. `stop_after` ends the run after that step, with a checkpoint. Raises
     SamestepError.
     """
-    from samestep.training.rank import Request, run
-
     source = out if resume else resume_from
     request = Request(
         recipe=recipe,
@@ -62,12 +61,14 @@ def train(
         if world.launched():
             return _run_and_leave(request)
         if recipe.engine.name == "single":
+            from samestep.training.rank import run
+
             return run(request)
         _launch(request, port)
         return _read_summary(out)
 
 
-def _run_and_leave(request: Any) -> dict[str, Any] | None:
+def _run_and_leave(request: Request) -> dict[str, Any] | None:
     from samestep.training.rank import run
 
     try:
@@ -77,7 +78,7 @@ def _run_and_leave(request: Any) -> dict[str, Any] | None:
         world.stop()
 
 
-def _launch(request: Any, port: int | None) -> None:
+def _launch(request: Request, port: int | None) -> None:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -88,20 +89,8 @@ def _launch(request: Any, port: int | None) -> None:
     _silence_elastic()
     with tempfile.TemporaryDirectory(prefix="samestep-") as scratch:
         order = Path(scratch) / "request.json"
-        order.write_text(
-            json.dumps(
-                {
-                    "recipe": request.recipe.model_dump(mode="json"),
-                    "out": str(request.out),
-                    "keep_masters": request.keep_masters,
-                    "resume": str(request.resume) if request.resume else None,
-                    "allow_changes": request.allow_changes,
-                    "stop_after": request.stop_after,
-                    "launcher": os.getpid(),
-                }
-            ),
-            encoding="utf-8",
-        )
+        content = {**request.content(), "launcher": os.getpid()}
+        order.write_text(json.dumps(content), encoding="utf-8")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

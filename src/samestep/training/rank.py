@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,11 @@ from samestep.training.exporting import Trained, export, exported_losses
 from samestep.training.guard import refuse_lost_updates
 from samestep.training.monitor import Shares
 from samestep.training.outlook import described, learning_rates, outlook, sentences
+from samestep.training.request import Request
 from samestep.training.signals import stop_requests
 from samestep.training.steps import StepOutcome, Stepper
 from samestep.training.trackers import open_trackers
 from samestep.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a rank is asked to do.
-
-    `keep_masters` also leaves the masters themselves in the run folder. `resume` is the checkpoint to go on from,
-    `allow_changes` whether the recipe may be another than its own, `stop_after` the step to end after, with a
-    checkpoint.
-    """
-
-    recipe: Recipe
-    out: Path
-    keep_masters: bool = False
-    resume: Path | None = None
-    allow_changes: bool = False
-    stop_after: int | None = None
 
 
 def run(request: Request) -> dict[str, Any] | None:

@@ -25,21 +25,10 @@ def main(order: Path) -> int:
     from samestep import world
 
     try:
-        from samestep.recipe.schema import Recipe
-        from samestep.training.rank import Request, run
+        from samestep.training.rank import run
+        from samestep.training.request import Request
 
-        recipe = Recipe.model_validate(content["recipe"])
-        resume = content["resume"]
-        run(
-            Request(
-                recipe=recipe,
-                out=Path(content["out"]),
-                keep_masters=content["keep_masters"],
-                resume=resume and Path(resume),
-                allow_changes=content["allow_changes"],
-                stop_after=content["stop_after"],
-            )
-        )
+        run(Request.of(content))
     except SamestepError as error:
         return _fail(order, str(error), error.exit_code, unexpected=False)
     except KeyboardInterrupt:
