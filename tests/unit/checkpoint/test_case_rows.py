@@ -28,7 +28,8 @@ from samestep.training import folder as run_folder
 from samestep.training import machine
 from samestep.training.checkpoints import Checkpoints, Course
 from samestep.training.loss_scale import DynamicScale
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 from tests.small_runs import make_folder, make_model
 
 LR = 0.1

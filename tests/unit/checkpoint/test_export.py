@@ -18,7 +18,8 @@ from samestep.checkpoint.store import newest
 from samestep.checkpoint.weight_writer import Layout, WeightWriter
 from samestep.errors import CheckpointError, ModelError, OutputError
 from samestep.training.exporting import export_checkpoint
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 from tests.small_runs import make_folder, make_tokenizer
 from tests.unit.checkpoint.trained import LORA, checkpoint, recipe_of, source
 
@@ -290,7 +291,8 @@ from pathlib import Path
 import torch
 from samestep.checkpoint import tensors
 from samestep.training.exporting import export_checkpoint
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 
 tensors._BATCH_BYTES = 1 << 22
 source, small, out = map(Path, sys.argv[1:])

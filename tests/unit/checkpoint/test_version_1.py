@@ -17,7 +17,8 @@ from samestep.checkpoint.tensors import whole_tensors
 from samestep.errors import CheckpointError
 from samestep.recipe import Recipe
 from samestep.training.exporting import export_checkpoint
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 from tests.unit.checkpoint.version_1.make import RECIPE
 
 STORED = Path(__file__).parent / "version_1"

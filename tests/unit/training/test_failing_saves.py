@@ -18,7 +18,8 @@ from samestep.checkpoint.manifest import damages, read_manifest
 from samestep.errors import OutputError
 from samestep.recipe import Recipe
 from samestep.training import folder
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 from tests.small_runs import make_folder
 
 

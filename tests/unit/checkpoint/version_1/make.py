@@ -17,7 +17,8 @@ from pathlib import Path
 
 from samestep import world
 from samestep.recipe import Recipe
-from samestep.training.rank import Request, run
+from samestep.training.rank import run
+from samestep.training.request import Request
 from tests.small_runs import make_model, make_tokenizer, write_rows
 
 RECIPE = {
