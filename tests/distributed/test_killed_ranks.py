@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,15 @@ ROOT = Path(__file__).parents[2]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find processes")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder to run in; whatever a test leaves running there is ended."""
+    yield make_folder(tmp_path)
+    for pid in processes_of(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_a_few_tries_of_the_benchmark() -> None:
     """benchmarks/kill_during_save.py has many."""
     variables = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
@@ -35,9 +46,8 @@ def test_a_few_tries_of_the_benchmark() -> None:
 
 
 @needs_proc
-def test_a_run_goes_on_after_each_kill(tmp_path: Path) -> None:
+def test_a_run_goes_on_after_each_kill(folder: Path) -> None:
     """First one rank is killed while a checkpoint is written, then, in the run that went on, every process."""
-    folder = make_folder(tmp_path)
     often = ("--engine", "fsdp", "--set", "checkpoint.every=1", "--set", "train.steps=1000000")
     process = start(folder, *often)
     step = _while_saving(folder, process, after=0)
@@ -45,8 +55,9 @@ def test_a_run_goes_on_after_each_kill(tmp_path: Path) -> None:
     code, err = finish(process, folder)
     assert code == 1
     assert_short_message(err, "rank 1 died (signal 9)")
+    step = _whole(folder, step)
     process = start(folder, *often, "--resume")
-    step = _while_saving(folder, process, after=_whole(folder, step))
+    step = _while_saving(folder, process, after=step)
     for pid in [*ranks_of(folder), process.pid]:
         os.kill(pid, signal.SIGKILL)
     finish(process, folder)
