@@ -1,0 +1,194 @@
+"""Checkpoints that other tools make on real ranks, and what their live tensors were.
+
+Each job trains a tiny model for a few steps with the tool itself, has the tool save it, and returns the live weights and
+moments, by name, as the tool's own way of reading them gives them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.small_runs import make_model
+
+Live = dict[str, dict[str, torch.Tensor]]
+STEPS = 3
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Token ids [2, 8], others on every rank."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(2, 17, (2, 8), generator=generator)
+
+
+def two_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Norms first: not the order of the model."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [
+        {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
+        {"params": [p for name, p in named if "norm" not in name], "weight_decay": 0.1},
+    ]
+
+
+def freeze(model: torch.nn.Module, part: str | None) -> None:
+    for name, parameter in model.named_parameters():
+        if part is not None and part in name:
+            parameter.requires_grad_(False)
+
+
+def live_value(engine: Any, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
+    """A parameter's master, or with a key its moment, from the tensors that DeepSpeed computes with."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if engine.zero_optimization_stage() == 3:
+        whole = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
+        return whole.clone()
+    linked = parameter._hp_mapping  # of other things than stage 1's moments; but where in the partition is always right
+    whole = torch.zeros(parameter.numel())
+    if linked is not None:
+        flat = next(p for p in partitions(engine) if storage(p) == storage(linked.hp_fragment))
+        part = engine.optimizer.optimizer.state[flat][key] if key else flat
+        at, into = linked.hp_fragment_address, linked.lp_fragment_address
+        whole[into.start : into.start + into.numel] = part.detach().view(-1)[at.start : at.start + at.numel]
+    dist.all_reduce(whole)
+    return whole.view(parameter.shape)
+
+
+def partitions(engine: Any) -> list[torch.Tensor]:
+    return [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def deepspeed(
+    stage: int, out: str, *, frozen: str | None = None, dtype: str = "bf16", **zero: Any
+) -> dict[str, torch.Tensor] | None:
+    """DeepSpeed's save_checkpoint into `out`, after STEPS steps. The live values by our names, of rank 0."""
+    from samestep.engines.deepspeed import import_deepspeed
+
+    library = import_deepspeed(torch.device("cpu"))
+    model = make_model()
+    freeze(model, frozen)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 1}
+    if dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    elif dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 4}
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
+        for step in range(STEPS):
+            ids = batch(step, dist.get_rank())
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        live = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                live[f"model.{name}"] = live_value(engine, parameter, None)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    live[f"optim.state.{name}.{key}"] = live_value(engine, parameter, key)
+        engine.save_checkpoint(out, client_state={"note": "of mine"})
+        engine.destroy()
+    return live if dist.get_rank() == 0 else None
+
+
+def plain_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0) -> None:
+    """A torch script's training loop."""
+    for step in range(STEPS):
+        ids = batch(step, rank)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def live_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments of a plain model and its torch optimizer."""
+    live = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            live[f"model.{name}"] = parameter.detach().clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                live[f"optim.state.{name}.{key}"] = optimizer.state[parameter][key].clone()
+    return live
+
+
+def fsdp1(out: str, *, sharded: bool, original: bool = True) -> dict[str, torch.Tensor] | None:
+    """torch's first FSDP: one torch.save file of its full state dicts, or its sharded ones through DCP."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import StateDictType
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    model = FSDP(
+        make_model(),
+        auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+        use_orig_params=original,
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.AdamW(two_groups(model) if original else model.parameters(), lr=1e-2)
+    plain_steps(model, optimizer, dist.get_rank())
+    full_type, sharded_type = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+    with FSDP.state_dict_type(model, full_type):
+        weights, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    if sharded:
+        with FSDP.state_dict_type(model, sharded_type):
+            content = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+        dcp.save(content, checkpoint_id=out)
+    elif dist.get_rank() == 0:
+        torch.save({"model": weights, "optimizer": state, "epoch": 1}, out)
+    if dist.get_rank():
+        return None
+    live = {f"model.{name}": value.clone() for name, value in weights.items() if name != "lm_head.weight"}
+    for name, entry in state["state"].items():
+        live |= {f"optim.state.{name}.{key}": entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
+    return live
+
+
+def accelerate_fsdp(out: str, *, version: int, sharded: bool) -> dict[str, torch.Tensor] | None:
+    """accelerate's save_state with its FSDP plugin. Leaves accelerate as if it had never been used."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        state_dict_type="SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        use_orig_params=True,
+        cpu_ram_efficient_loading=False,
+    )
+    try:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = make_model()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
+        plain_steps(model, optimizer, dist.get_rank())
+        weights, state = get_state_dict(
+            model, optimizer.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
+        accelerator.save_state(out)
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    if dist.get_rank():
+        return None
+    live = {f"model.{name}": value.clone() for name, value in weights.items() if name != "lm_head.weight"}
+    for name, entry in state["state"].items():
+        live |= {f"optim.state.{name}.{key}": entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
+    return live
