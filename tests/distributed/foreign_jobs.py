@@ -1,14 +1,14 @@
 """Checkpoints that other tools make on real ranks, and what their live tensors were.
 
-Each job trains a tiny model for a few steps with the tool itself, has the tool save it, and returns the live weights and
-moments, by name, as the tool's own way of reading them gives them.
+Each job trains a tiny model for a few steps with the tool itself, has the tool save it, and returns the live weights
+and moments, by name, as the tool's own way of reading them gives them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tests.small_runs import make_model
 
-Live = dict[str, dict[str, torch.Tensor]]
 STEPS = 3
 
 
@@ -161,34 +160,52 @@ def fsdp1(out: str, *, sharded: bool, original: bool = True) -> dict[str, torch.
 
 
 def accelerate_fsdp(out: str, *, version: int, sharded: bool) -> dict[str, torch.Tensor] | None:
-    """accelerate's save_state with its FSDP plugin. Leaves accelerate as if it had never been used."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState
+    """What accelerate's save_state writes with its FSDP plugin, by its own functions: Accelerator itself has no FSDP on
+    the CPU."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+    model: Any = make_model()
+    if version == 1:
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    plain_steps(model, optimizer, dist.get_rank())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=version,
-        state_dict_type="SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT",
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        use_orig_params=True,
-        cpu_ram_efficient_loading=False,
+        fsdp_version=version, state_dict_type="SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT"
     )
-    try:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        model = make_model()
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
-        plain_steps(model, optimizer, dist.get_rank())
-        weights, state = get_state_dict(
-            model, optimizer.optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
-        accelerator.save_state(out)
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+    accelerator: Any = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
+    save_fsdp_model(plugin, accelerator, model, out)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, out)
+    dist.barrier()
     if dist.get_rank():
         return None
     live = {f"model.{name}": value.clone() for name, value in weights.items() if name != "lm_head.weight"}
     for name, entry in state["state"].items():
         live |= {f"optim.state.{name}.{key}": entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
     return live
+
+
+def to_universal(folder: str, out: str) -> None:
+    """DeepSpeed's own conversion of its checkpoint, in this process."""
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = SimpleNamespace(
+        input_folder=folder,
+        output_folder=out,
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_to_universal.main(arguments)

@@ -189,8 +189,8 @@ def _check_shape(what: str, stored: Stored, shape: Shape) -> None:
 
 
 def _agreeing(name: str, found: Sequence[Stored], copies: Sequence[Stored]) -> Stored:
-    """The first of several copies of a weight, which reading compares with the others."""
-    first, *others = found
+    """The most precise of several copies of a weight, which reading compares with the others."""
+    first, *others = sorted(found, key=lambda stored: -stored.dtype.itemsize)
     if not others and not copies:
         return first
     for other in (*others, *copies):

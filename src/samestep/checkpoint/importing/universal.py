@@ -8,30 +8,44 @@ from typing import Any
 
 import torch
 
-from samestep.checkpoint.importing import pickles
-from samestep.checkpoint.importing.source import Source, Stored, count
+from samestep.checkpoint.importing import pickles, zero
+from samestep.checkpoint.importing.source import Source, Stored, count, stored
 from samestep.errors import CheckpointError
 
 FOLDER = "zero"
 
 
 def read(folder: Path) -> Source:
-    """What a converted folder `global_stepN` holds. One file is opened at a time. Raises CheckpointError."""
-    parameters = sorted(path.parent for path in (folder / FOLDER).rglob("fp32.pt"))
-    weights = {path.name: _stored(path / "fp32.pt") for path in parameters}
-    states = {path.name: dict(_states(path)) for path in parameters}
-    state = pickles.load_dict(folder / FOLDER / "optimizer_state.pt")
-    models = sorted(folder.glob("*mp_rank_00_model_states.pt"))
+    """What a converted folder `global_stepN` holds. One file of tensors is open at a time, besides the model files.
+
+    Raises CheckpointError.
+    """
+    models = [pickles.load_dict(path) for path in sorted(folder.glob("*_model_states.pt"))]
     if not models:
         raise CheckpointError("has no model_states.pt", where=str(folder), remedy="Give the whole converted folder.")
-    model = pickles.load_dict(models[0])
-    updates = {number for path in parameters if (number := _step(path)) is not None} | set(_updates(state))
+    model = models[0]
+    shapes = {name: tuple(shape) for group in model.get("param_shapes") or [] for name, shape in group.items()}
+    weights, states, updates = {}, {}, set()
+    for path in sorted(path.parent for path in (folder / FOLDER).rglob("fp32.pt")):
+        shape = shapes.get(path.name)
+        weights[path.name] = _stored(path / "fp32.pt", shape)
+        states[path.name] = {
+            file.stem: _stored(file, shape) for file in sorted(path.glob("*.pt")) if file.stem not in ("fp32", "step")
+        }
+        if (path / "step.pt").is_file():
+            updates.add(count(pickles.load(path / "step.pt")))
+        # Of what has no moments (frozen, a tie's other name, a buffer) the file is only a wider copy of the model's.
+        if not states[path.name] and torch.is_tensor(model.get("module", {}).get(path.name)):
+            weights[path.name] = stored(model["module"][path.name])
+    if not any(torch.is_tensor(value) and value.numel() for value in model.get("module", {}).values()):
+        weights |= zero.frozen_parts(models)
+    state = pickles.load_dict(folder / FOLDER / "optimizer_state.pt")
     settings = state.get("param_groups") or []
     return Source(
         kind="DeepSpeed universal",
         weights=weights,
         states={name: entry for name, entry in states.items() if entry},
-        updates=frozenset(updates),
+        updates=frozenset(updates | set(_updates(state))) - {None},
         step=count(model.get("global_steps")),
         ranks=count(model.get("dp_world_size")) or 1,
         settings=[{key: value for key, value in group.items() if key != "params"} for group in settings],
@@ -40,27 +54,18 @@ def read(folder: Path) -> Source:
     )
 
 
-def _states(path: Path) -> Iterator[tuple[str, Stored]]:
-    for file in sorted(path.glob("*.pt")):
-        if file.stem not in ("fp32", "step"):
-            yield file.stem, _stored(file)
+def _stored(path: Path, shape: tuple[int, ...] | None) -> Stored:
+    """A parameter's file; stage 3's are flat."""
+    tensor = _tensor(path, shape)
+    return Stored(shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda: _tensor(path, shape))
 
 
-def _stored(path: Path) -> Stored:
-    tensor = _tensor(path)
-    return Stored(shape=tuple(tensor.shape), dtype=tensor.dtype, read=lambda: _tensor(path))
-
-
-def _tensor(path: Path) -> torch.Tensor:
+def _tensor(path: Path, shape: tuple[int, ...] | None) -> torch.Tensor:
     content = pickles.load(path)
     tensor = content.get("param") if isinstance(content, dict) else content
     if not torch.is_tensor(tensor):
         raise CheckpointError("holds no tensor", where=str(path))
-    return tensor
-
-
-def _step(path: Path) -> int | None:
-    return count(pickles.load(path / "step.pt")) if (path / "step.pt").is_file() else None
+    return tensor.view(shape) if shape is not None and tensor.numel() == torch.Size(shape).numel() else tensor
 
 
 def _updates(state: Mapping[str, Any]) -> Iterator[int]:

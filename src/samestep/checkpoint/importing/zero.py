@@ -71,7 +71,7 @@ def read(folder: Path) -> Source:
     try:
         _refuse_other_parallelism(folder, model, ranks)
         placed = list(_zero3(folder, model, ranks) if stage == 3 else _zero12(model, ranks))
-        frozen = _frozen3(models) if stage == 3 else _unplaced(model, placed)
+        frozen = frozen_parts(models) if stage == 3 else _unplaced(model, placed)
         copies = {} if stage == 3 else {p.name: stored(model["module"][p.name]) for p in placed}
         return Source(
             kind=f"DeepSpeed ZeRO-{stage}",
@@ -222,8 +222,8 @@ def _unplaced(model: Mapping[str, Any], placed: Sequence[_Placed]) -> dict[str, 
     }
 
 
-def _frozen3(models: Sequence[Mapping[str, Any]]) -> dict[str, Stored]:
-    """Frozen weights of stage 3: every rank has a part, the last one padded."""
+def frozen_parts(models: Sequence[Mapping[str, Any]]) -> dict[str, Stored]:
+    """Frozen weights of stage 3, from the model files of all ranks: each has a part, the last one padded."""
 
     def joined(name: str, shape: tuple[int, ...]) -> Stored:
         parts = [model["frozen_param_fragments"][name] for model in models]

@@ -1,0 +1,83 @@
+"""Checkpoints that DeepSpeed and FSDP made on two ranks, imported: every value is what it was in the live run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samestep.checkpoint.importing import recognise
+from samestep.checkpoint.manifest import read_manifest
+from samestep.checkpoint.tensors import whole_tensors
+from samestep.recipe import load
+from samestep.training.importing import import_checkpoint
+from tests.distributed import foreign_jobs
+from tests.small_runs import make_folder
+
+pytestmark = pytest.mark.timeout(240)
+
+DEEPSPEED: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero2, round robin": {"stage": 2, "round_robin_gradients": True},
+    "zero2, fp16": {"stage": 2, "dtype": "fp16"},
+    "zero2, frozen": {"stage": 2, "frozen": "embed"},
+    "zero3, frozen, small sub-groups": {"stage": 3, "frozen": "embed", "sub_group_size": 300},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe, its model and its rows."""
+    return make_folder(tmp_path_factory.mktemp("recipe"))
+
+
+def assert_imported(path: Path, live: dict[str, torch.Tensor], folder: Path, out: Path, *overrides: str) -> None:
+    found = import_checkpoint(path, load(folder / "r.yaml", overrides), out).folder
+    manifest = read_manifest(found)
+    assert (manifest.step, manifest.updates) == (foreign_jobs.STEPS, foreign_jobs.STEPS)
+    ours = dict(whole_tensors(found, manifest.tensors))
+    assert ours.keys() == live.keys()
+    assert [name for name in live if not torch.equal(ours[name], live[name])] == []
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_deepspeed(ranks: Any, folder: Path, tmp_path: Path, name: str) -> None:
+    """P67, P70: tied, frozen and sharded parameters are complete; masters are the fp32 ones."""
+    live = ranks.run(2, foreign_jobs.deepspeed, out=str(tmp_path / "it"), **DEEPSPEED[name])[0]
+    if "round_robin" in name:
+        # Where DeepSpeed says that parameters lie is wrong then; the numbers do not depend on the order.
+        straight = {"stage": 2, "out": str(tmp_path / "straight")}
+        live = ranks.run(2, foreign_jobs.deepspeed, **straight)[0]
+    changes = ['model.freeze=["*embed*"]'] if "frozen" in name else []
+    changes += ["precision.low_dtype=float16"] if "fp16" in name else []
+    assert_imported(tmp_path / "it", live, folder, tmp_path / "out", *changes)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_universal(ranks: Any, folder: Path, tmp_path: Path, stage: int) -> None:
+    """P70: what DeepSpeed's own converter makes of its checkpoint."""
+    live = ranks.run(2, foreign_jobs.deepspeed, out=str(tmp_path / "it"), stage=stage)[0]
+    ranks.run(
+        1, foreign_jobs.to_universal, folder=str(tmp_path / "it" / "global_step3"), out=str(tmp_path / "universal")
+    )
+    assert recognise.read(tmp_path / "universal").kind == "DeepSpeed universal"
+    assert_imported(tmp_path / "universal", live, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_fsdp1(ranks: Any, folder: Path, tmp_path: Path, sharded: bool) -> None:
+    """P72."""
+    path = tmp_path / ("it" if sharded else "it.pt")
+    live = ranks.run(2, foreign_jobs.fsdp1, out=str(path), sharded=sharded)[0]
+    assert_imported(path, live, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_accelerate_fsdp(ranks: Any, folder: Path, tmp_path: Path, version: int, sharded: bool) -> None:
+    live = ranks.run(2, foreign_jobs.accelerate_fsdp, out=str(tmp_path / "it"), version=version, sharded=sharded)[0]
+    assert_imported(tmp_path / "it", live, folder, tmp_path / "out")
