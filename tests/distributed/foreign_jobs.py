@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,12 +96,7 @@ def deepspeed(
             ids = batch(step, dist.get_rank())
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
-        live = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                live[f"model.{name}"] = live_value(engine, parameter, None)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    live[f"optim.state.{name}.{key}"] = live_value(engine, parameter, key)
+        live = live_values(engine, model)
         engine.save_checkpoint(out, client_state={"note": "of mine"})
         engine.destroy()
     return live if dist.get_rank() == 0 else None
@@ -209,3 +205,66 @@ def to_universal(folder: str, out: str) -> None:
     )
     with contextlib.redirect_stdout(io.StringIO()):
         ds_to_universal.main(arguments)
+
+
+def load_universal(folder: str, stage: int, recipe: str, index: int) -> dict[str, Any]:
+    """A universal checkpoint in a fresh DeepSpeed engine: its live values, the loss of the run's step `index` (this
+    rank's sum over label tokens), and the live masters after that step."""
+    from samestep import models
+    from samestep.data import prepare
+    from samestep.engines.deepspeed import import_deepspeed
+    from samestep.recipe import load
+    from samestep.training import setup
+
+    library = import_deepspeed(torch.device("cpu"))
+    checked = load(Path(recipe))
+    tokenizer = models.load_tokenizer(checked.model)
+    given = setup.training_loader(prepare(checked.data, tokenizer, seed=0), checked, tokenizer).step(index)
+    rows = given.batch(0, dist.get_rank())
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 10**6, "stage3_param_persistence_threshold": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "checkpoint": {"load_universal": True},
+    }
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for name, p in named if "norm" not in name]
+    others = [p for name, p in named if "norm" in name]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = library.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1.0), config=config)
+        engine.load_checkpoint(folder)
+        inputs = models.Inputs(input_ids=rows.input_ids, labels=rows.labels, position_ids=None, document_ids=None)
+        before = live_values(engine, model)
+        loss, _ = models.loss_sum(engine, inputs, attention="sdpa")
+        engine.backward(loss * dist.get_world_size() / given.label_tokens)
+        engine.step()
+        after = live_values(engine, model)
+        engine.destroy()
+    return {
+        "before": before,
+        "after": after,
+        "loss": loss.item(),
+        "label_tokens": given.label_tokens,
+        "steps": engine.global_steps,
+    }
+
+
+def live_values(engine: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    live = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            live[f"model.{name}"] = live_value(engine, parameter, None)
+            for key in ("exp_avg", "exp_avg_sq"):
+                live[f"optim.state.{name}.{key}"] = live_value(engine, parameter, key)
+    return live

@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("import")(exchange.import_checkpoint)
+app.command("convert")(exchange.convert)
 
 CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a run's: then its newest complete one.")

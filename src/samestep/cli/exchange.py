@@ -11,6 +11,7 @@ import typer
 from samestep.cli.options import (
     DebugOption,
     JsonOption,
+    OverwriteOption,
     PrecisionOption,
     SetOption,
     known_name,
@@ -68,3 +69,33 @@ def import_checkpoint(
     for title, lines in (("changed", found.changed), ("not brought in", found.left)):
         for line in lines:
             typer.echo(f"{title}: {line}")
+
+
+def convert(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a run's: then its newest complete one.")
+    ],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="deepspeed-universal or torch.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the result; made new.")],
+    overwrite: OverwriteOption = False,
+    json_output: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a checkpoint of another tool of one of ours, without starting ranks.
+
+    deepspeed-universal: what DeepSpeed loads with load_universal. torch: state.pt, the full state dicts of model and
+    optimizer, which torch.load reads with weights_only.
+    """
+    from samestep.checkpoint.store import newest
+    from samestep.training.converting import FORMATS
+    from samestep.training.converting import convert as run
+
+    known_name(to, list(FORMATS))
+    folder = newest(path)
+    left = run(folder, Path.cwd() / out, to=to, overwrite=overwrite)
+    if json_output:
+        print_json({"checkpoint": str(folder), "to": to, "out": str(out), "left": left})
+        return
+    typer.echo(f"{folder} is a {to} checkpoint now: {out}")
+    for line in left:
+        typer.echo(f"not written: {line}")
