@@ -122,8 +122,35 @@ def live_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return live
 
 
+def live_fsdp1(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments out of the ranks' own tensors: ranges of every flattened parameter, in the ranks' order.
+
+    Not through FSDP's own full optimizer state dict: on the CPU it gives exp_avg_sq under both names.
+    """
+    mine = {}
+    for name, parameter in model.named_parameters():
+        clean = name.replace("_fsdp_wrapped_module.", "")
+        mine[f"model.{clean}"] = parameter.detach().flatten().clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = optimizer.state.get(parameter, {})
+            mine[f"optim.state.{clean}.{key}"] = state[key].flatten().clone() if key in state else torch.empty(0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    shapes = {name: p.shape for name, p in make_model().named_parameters()}
+    live = {}
+    for name in mine:
+        parameter = name.removeprefix("model.")
+        if name.startswith("optim.state."):
+            parameter = name.removeprefix("optim.state.").rpartition(".")[0]
+        live[name] = torch.cat([part[name] for part in everyone]).view(shapes[parameter])
+    return live
+
+
 def fsdp1(out: str, *, sharded: bool, original: bool = True) -> dict[str, torch.Tensor] | None:
-    """torch's first FSDP: one torch.save file of its full state dicts, or its sharded ones through DCP."""
+    """torch's first FSDP: one torch.save file of its full state dicts, or its sharded ones through DCP.
+
+    Live values with `original` parameters only; flat ones have the same numbers.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import StateDictType
@@ -136,31 +163,25 @@ def fsdp1(out: str, *, sharded: bool, original: bool = True) -> dict[str, torch.
         use_orig_params=original,
         device_id=torch.device("cpu"),
     )
-    optimizer = torch.optim.AdamW(two_groups(model) if original else model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plain_steps(model, optimizer, dist.get_rank())
-    full_type, sharded_type = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-    with FSDP.state_dict_type(model, full_type):
-        weights, state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    live = live_fsdp1(model, optimizer) if original else {}
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT if sharded else StateDictType.FULL_STATE_DICT):
+        content: dict[str, Any] = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     if sharded:
-        with FSDP.state_dict_type(model, sharded_type):
-            content = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
         dcp.save(content, checkpoint_id=out)
     elif dist.get_rank() == 0:
-        torch.save({"model": weights, "optimizer": state, "epoch": 1}, out)
-    if dist.get_rank():
-        return None
-    live = {f"model.{name}": value.clone() for name, value in weights.items() if name != "lm_head.weight"}
-    for name, entry in state["state"].items():
-        live |= {f"optim.state.{name}.{key}": entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
-    return live
+        torch.save({**content, "epoch": 1}, out)
+    dist.barrier()
+    return live if dist.get_rank() == 0 else None
 
 
 def accelerate_fsdp(out: str, *, version: int, sharded: bool) -> dict[str, torch.Tensor] | None:
     """What accelerate's save_state writes with its FSDP plugin, by its own functions: Accelerator itself has no FSDP on
     the CPU."""
+    from accelerate.state import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model: Any = make_model()
@@ -172,21 +193,24 @@ def accelerate_fsdp(out: str, *, version: int, sharded: bool) -> dict[str, torch
         fully_shard(model)
     optimizer = torch.optim.AdamW(two_groups(model), lr=1e-2)
     plain_steps(model, optimizer, dist.get_rank())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, state = get_state_dict(model, optimizer, options=options)
+    live = live_fsdp1(model, optimizer) if version == 1 else live_fsdp2(model, optimizer)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=version, state_dict_type="SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT"
     )
     accelerator: Any = SimpleNamespace(process_index=dist.get_rank(), num_processes=dist.get_world_size())
-    save_fsdp_model(plugin, accelerator, model, out)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, out)
+    PartialState()  # accelerate's logger wants it
+    try:
+        save_fsdp_model(plugin, accelerator, model, out)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, out)
+    finally:
+        PartialState._reset_state()
     dist.barrier()
-    if dist.get_rank():
-        return None
-    live = {f"model.{name}": value.clone() for name, value in weights.items() if name != "lm_head.weight"}
-    for name, entry in state["state"].items():
-        live |= {f"optim.state.{name}.{key}": entry[key].clone() for key in ("exp_avg", "exp_avg_sq")}
-    return live
+    return live if dist.get_rank() == 0 else None
+
+
+def live_fsdp2(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights and moments, each gathered by itself."""
+    return {name: tensor.full_tensor() for name, tensor in live_torch(model, optimizer).items()}  # type: ignore[operator]
 
 
 def to_universal(folder: str, out: str) -> None:

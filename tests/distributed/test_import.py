@@ -11,6 +11,7 @@ import torch
 from samestep.checkpoint.importing import recognise
 from samestep.checkpoint.manifest import read_manifest
 from samestep.checkpoint.tensors import whole_tensors
+from samestep.errors import CheckpointError
 from samestep.recipe import load
 from samestep.training.importing import import_checkpoint
 from tests.distributed import foreign_jobs
@@ -68,16 +69,24 @@ def test_deepspeed_universal(ranks: Any, folder: Path, tmp_path: Path, stage: in
     assert_imported(tmp_path / "universal", live, folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_fsdp1(ranks: Any, folder: Path, tmp_path: Path, sharded: bool) -> None:
-    """P72."""
-    path = tmp_path / ("it" if sharded else "it.pt")
-    live = ranks.run(2, foreign_jobs.fsdp1, out=str(path), sharded=sharded)[0]
-    assert_imported(path, live, folder, tmp_path / "out")
+def test_fsdp1(ranks: Any, folder: Path, tmp_path: Path) -> None:
+    """P72: sharded, and full ones of flat parameters, in one file and in accelerate's two; a full one of original
+    parameters, of which torch loses a moment on the CPU, is refused."""
+    live = ranks.run(2, foreign_jobs.fsdp1, out=str(tmp_path / "it"), sharded=True)[0]
+    assert_imported(tmp_path / "it", live, folder, tmp_path / "out")
+    ranks.run(2, foreign_jobs.fsdp1, out=str(tmp_path / "flat.pt"), sharded=False, original=False)
+    assert_imported(tmp_path / "flat.pt", live, folder, tmp_path / "flat")
+    content = torch.load(tmp_path / "flat.pt", weights_only=True)
+    (tmp_path / "two").mkdir()
+    torch.save(content["model"], tmp_path / "two" / "pytorch_model_fsdp.bin")
+    torch.save(content["optimizer"], tmp_path / "two" / "optimizer.bin")
+    assert_imported(tmp_path / "two", live, folder, tmp_path / "two files")
+    ranks.run(2, foreign_jobs.fsdp1, out=str(tmp_path / "full.pt"), sharded=False)
+    with pytest.raises(CheckpointError, match="has one tensor for exp_avg and exp_avg_sq of"):
+        recognise.read(tmp_path / "full.pt")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("version", "sharded"), [(1, True), (2, True), (2, False)])
 def test_accelerate_fsdp(ranks: Any, folder: Path, tmp_path: Path, version: int, sharded: bool) -> None:
     live = ranks.run(2, foreign_jobs.accelerate_fsdp, out=str(tmp_path / "it"), version=version, sharded=sharded)[0]
     assert_imported(tmp_path / "it", live, folder, tmp_path / "out")

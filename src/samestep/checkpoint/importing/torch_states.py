@@ -103,6 +103,7 @@ def _optimizer(content: Mapping[str, Any], path: Path) -> OptimizerState:
         members = [_members(group) for group in groups]
         updates = frozenset(number for entry in state.values() if (number := count(entry.get("step"))) is not None)
         tensors = {key: dict(_state(entry)) for key, entry in state.items()}
+        _refuse_shared(state, path)
         known = [key for group in members for key, _ in group]
         if strange := next((key for key in state if key not in known), None):
             raise CheckpointError(f"has state of {strange!r}, which is in no parameter group", where=str(path))
@@ -117,6 +118,23 @@ def _optimizer(content: Mapping[str, Any], path: Path) -> OptimizerState:
             where=str(path),
             remedy="It needs `state` and `param_groups`, as optimizer.state_dict() gives them.",
         ) from error
+
+
+def _refuse_shared(state: Mapping[Any, Mapping[str, Any]], path: Path) -> None:
+    """torch 2.13's first FSDP, gathering full states on the CPU, leaves one tensor under the names of both moments."""
+    for key, entry in state.items():
+        seen: dict[int, str] = {}
+        for name, value in entry.items():
+            if (
+                torch.is_tensor(value)
+                and value.numel() > 1
+                and (other := seen.setdefault(value.data_ptr(), name)) != name
+            ):
+                raise CheckpointError(
+                    f"has one tensor for {other} and {name} of {key}: its state was lost when it was gathered",
+                    where=str(path),
+                    remedy="Save sharded state dicts through torch.distributed.checkpoint instead.",
+                )
 
 
 def _members(group: Mapping[str, Any]) -> list[tuple[Any, str | None]]:

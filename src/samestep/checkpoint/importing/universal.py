@@ -65,6 +65,7 @@ def _tensor(path: Path, shape: tuple[int, ...] | None) -> torch.Tensor:
     tensor = content.get("param") if isinstance(content, dict) else content
     if not torch.is_tensor(tensor):
         raise CheckpointError("holds no tensor", where=str(path))
+    tensor = tensor.detach()
     return tensor.view(shape) if shape is not None and tensor.numel() == torch.Size(shape).numel() else tensor
 
 

@@ -183,7 +183,7 @@ def _joined(place: _Placed, flats: Sequence[Sequence[torch.Tensor]]) -> Stored:
 
     def whole() -> torch.Tensor:
         parts = [flats[p.rank][place.group].view(-1)[p.start : p.start + p.numel] for p in place.pieces]
-        return torch.cat(parts).view(place.shape)
+        return torch.cat(parts).view(place.shape).detach()
 
     for piece in place.pieces:
         held = flats[piece.rank][place.group].numel()
