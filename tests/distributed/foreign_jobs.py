@@ -41,13 +41,14 @@ def freeze(model: torch.nn.Module, part: str | None) -> None:
             parameter.requires_grad_(False)
 
 
-def live_value(engine: Any, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
+def live_value(engine: Any, parameter: Any, key: str | None) -> torch.Tensor:
     """A parameter's master, or with a key its moment, from the tensors that DeepSpeed computes with."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if engine.zero_optimization_stage() == 3:
-        whole = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
-        return whole.clone()
+        found = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
+        assert found is not None
+        return found.clone()
     linked = parameter._hp_mapping  # of other things than stage 1's moments; but where in the partition is always right
     whole = torch.zeros(parameter.numel())
     if linked is not None:

@@ -44,11 +44,13 @@ def trainer(out: Path, *, model: Any = None, **settings: Any) -> Live:
         def __init__(self) -> None:
             self.live: Live = {}
 
-        def on_save(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
-            self.live = live_torch(model, getattr(optimizer, "optimizer", optimizer))
+        def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            optimizer = others["optimizer"]
+            self.live = live_torch(others["model"], getattr(optimizer, "optimizer", optimizer))
 
     generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(2, 17, (8,), generator=generator) for _ in range(6)]
+    ids = [torch.randint(2, 17, (8,), generator=generator) for _ in range(6)]
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
     keep = Keep()
     defaults: dict[str, Any] = {"weight_decay": 0.1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
     arguments = TrainingArguments(
@@ -64,7 +66,7 @@ def trainer(out: Path, *, model: Any = None, **settings: Any) -> Live:
     Trainer(
         model=model or make_model(),
         args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        train_dataset=rows,
         callbacks=[keep],
     ).train()
     return keep.live

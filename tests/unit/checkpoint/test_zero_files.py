@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from samestep.checkpoint.importing import match, recognise
 from samestep.checkpoint.importing.match import Target
@@ -148,3 +149,24 @@ def test_updates_that_differ_are_refused(tmp_path: Path) -> None:
 def test_what_is_left_behind_is_said(tmp_path: Path) -> None:
     folder = build(tmp_path, 2, values_of([(3, 2)]), [["p0"]], ranks=1, lr_scheduler={"last_epoch": 9}, mine={"a": 1})
     assert set(recognise.read(folder).left) == {"lr_scheduler, in the model file", "mine, in the model file"}
+
+
+def test_inside_the_folders_of_a_trainer_and_of_accelerate(tmp_path: Path) -> None:
+    """The engine's masters are taken, not the 16-bit model beside them, with a Trainer's own count of steps."""
+    values = values_of([(3, 2)])
+    inner = tmp_path / "output" / "checkpoint-11"
+    build(inner, 2, values, [["p0"]], ranks=2)
+    (inner / "trainer_state.json").write_text('{"global_step": 11}')
+    save_file({"p0": values["p0"]["fp32"].bfloat16()}, inner / "model.safetensors")
+    (inner / "rng_state_0.pth").touch()
+    for path in (tmp_path / "output", inner):
+        source = recognise.read(path)
+        assert (source.kind, source.step) == ("DeepSpeed ZeRO-2", 11)
+        assert torch.equal(source.weights["p0"].read(), values["p0"]["fp32"])
+        assert "the random states (rng_state_0.pth)" in source.left
+    build(tmp_path / "state", 3, values, [["p0"]], ranks=2).rename(tmp_path / "state" / "pytorch_model")
+    (tmp_path / "state" / "latest").write_text("pytorch_model\n")
+    (tmp_path / "state" / "random_states_0.pkl").touch()
+    source = recognise.read(tmp_path / "state")
+    assert (source.kind, source.step) == ("DeepSpeed ZeRO-3", 9)
+    assert source.left == ["the random states (random_states_0.pkl)"]

@@ -21,23 +21,23 @@ def write(contents: Contents, folder: Path) -> None:
     """
     scratch = folder / "scratch"
     scratch.mkdir()
-    manifest = contents.manifest
-    names = [name for group in contents.groups for name in group.names]
+    groups = [{**group.settings, "params": list(group.names)} for group in contents.groups]
+    model, state = _state(contents, scratch)
+    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, folder / FILE)
+    shutil.rmtree(scratch)
+
+
+def _state(contents: Contents, scratch: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """The model's state dict, and the optimizer's state by name."""
     model = dict(contents.others)
     state: dict[str, dict[str, torch.Tensor]] = {}
-    for name in names:
+    for name in (name for group in contents.groups for name in group.names):
         wanted = [master_key(name), *contents.moments(name)]
         mapped = [_mapped(scratch / f"{name}.{i}", tensor) for i, tensor in enumerate(contents.tensors(wanted))]
         model[name] = mapped[0]
-        state[name] = {
-            "step": torch.tensor(float(manifest.updates)),
-            **dict(zip(contents.keys, mapped[1:], strict=True)),
-        }
-    model |= {tie: model[name] for tie, name in contents.ties.items()}
-    groups = [{**group.settings, "params": list(group.names)} for group in contents.groups]
-    torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, folder / FILE)
-    del model, state, mapped
-    shutil.rmtree(scratch)
+        moments = dict(zip(contents.keys, mapped[1:], strict=True))
+        state[name] = {"step": torch.tensor(float(contents.manifest.updates)), **moments}
+    return model | {tie: model[name] for tie, name in contents.ties.items()}, state
 
 
 def _mapped(path: Path, tensor: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ def candidates(path: Path) -> dict[str, Callable[[], Source]]:
     """Everything that the files of `path` can be read as. Raises CheckpointError where several checkpoints are."""
     if path.is_file():
         return {"torch": lambda: _single(path)}
-    folder = _inner(path)
+    folder = _chain(path)[-1]
     _refuse_several(folder)
     found: dict[str, Callable[[], Source]] = {}
     if any(folder.glob(zero.OPTIMIZER_FILES)):
@@ -150,11 +150,9 @@ def _source(name: str, weights: Mapping[str, torch_states.Stored], optimizer: to
     )
 
 
-def _inner(path: Path) -> Path:
-    """The folder that the files are in: where `latest` points to, or the only checkpoint-N of a Trainer."""
+def _chain(path: Path) -> list[Path]:
+    """The folders down to the one that the files are in: where `latest` points to, a Trainer's only checkpoint-N."""
     tags = {_tag(path / name) for name in ("latest", "latest_universal") if (path / name).is_file()}
-    if not tags and not any(path.iterdir()):
-        return path
     inside = sorted(entry for entry in path.glob("checkpoint-*") if entry.is_dir())
     places = [path / tag for tag in sorted(tags)] or inside
     if len(places) > 1:
@@ -163,9 +161,9 @@ def _inner(path: Path) -> Path:
             where=str(path),
             remedy="Give the folder of one of them.",
         )
-    if not places:
-        return path
-    return _inner(places[0]) if not tags else places[0]
+    if tags:
+        return [path, places[0]]
+    return [path, *_chain(places[0])] if places else [path]
 
 
 def _tag(path: Path) -> str:
@@ -199,7 +197,7 @@ def _others(path: Path) -> list[str]:
     if path.is_file():
         return []
     found: dict[str, list[str]] = {}
-    for entry in sorted({*path.iterdir(), *_inner(path).iterdir()}):
+    for entry in sorted(entry for folder in _chain(path) for entry in folder.iterdir()):
         for start, what in _OTHERS.items():
             if entry.name.startswith(start):
                 found.setdefault(what, []).append(entry.name)
@@ -207,8 +205,8 @@ def _others(path: Path) -> list[str]:
 
 
 def _trainer_step(path: Path) -> int | None:
-    """The step count of a Trainer, which is also beside what its engine saved."""
-    for folder in (path, _inner(path)) if path.is_dir() else ():
+    """The step count of a Trainer, which is there whatever engine saved beside it."""
+    for folder in _chain(path) if path.is_dir() else ():
         state = folder / "trainer_state.json"
         if state.is_file():
             try:

@@ -30,7 +30,9 @@ def read(kind: str, *folders: Path) -> Source:
         metadata = read_metadata(folder)
         ranks = max(ranks, _ranks(metadata))
         tensors = {
-            key: _stored(folder, key, entry) for key, entry in metadata.state_dict_metadata.items() if _is_tensor(entry)
+            key: _stored(folder, key, entry)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
         }
         prefix = _optimizer_prefix(folder, metadata)
         for key, tensor in tensors.items():
@@ -47,10 +49,6 @@ def read(kind: str, *folders: Path) -> Source:
     return Source(
         kind=kind, weights=weights, states=states, updates=frozenset(updates), ranks=ranks, left=sorted(set(left))
     )
-
-
-def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, TensorStorageMetadata)
 
 
 def _stored(folder: Path, key: str, entry: TensorStorageMetadata) -> Stored:
