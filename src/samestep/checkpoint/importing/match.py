@@ -20,6 +20,7 @@ from samestep.errors import CheckpointError
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _T = TypeVar("_T")
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,8 @@ def exactly(what: str, stored: Stored, dtype: torch.dtype) -> Stored:
     def converted() -> torch.Tensor:
         original = stored.read()
         result = original.to(dtype)
-        if not _equal(result.to(torch.float64), original.to(torch.float64)):
+        widened = torch.promote_types(stored.dtype, dtype) == dtype
+        if not widened and not _equal_in(stored.dtype, result, original):
             raise CheckpointError(
                 f"{what} is {dtype_name(stored.dtype)}, and {dtype_name(dtype)} cannot hold its values",
                 remedy="Give a recipe whose masters are float32: precision.regime mixed or full.",
@@ -121,8 +123,13 @@ def exactly(what: str, stored: Stored, dtype: torch.dtype) -> Stored:
 
 def same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two copies of a weight are equal in the narrower of their dtypes."""
-    dtype = min(one.dtype, other.dtype, key=lambda d: d.itemsize)
-    return _equal(one.to(dtype), other.to(dtype))
+    return _equal_in(min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize), one, other)
+
+
+def _equal_in(dtype: torch.dtype, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are equal once they are of a dtype; compares small chunks."""
+    pairs = zip(one.reshape(-1).split(_CHUNK), other.reshape(-1).split(_CHUNK), strict=True)
+    return all(_equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -202,7 +209,7 @@ def _agreeing(name: str, found: Sequence[Stored], copies: Sequence[Stored]) -> S
             if not same_value(value, other.read()):
                 raise CheckpointError(f"has {name} twice, as tied weights are stored, with different values")
         for copy in copies:
-            if not _equal(value.to(copy.dtype), copy.read()):
+            if not _equal_in(copy.dtype, value, copy.read()):
                 raise CheckpointError(
                     f"has a master of {name} that does not round to the weight beside it",
                     remedy="Its flat partitions do not lie as its own description says; nothing was imported.",

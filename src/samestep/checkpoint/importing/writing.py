@@ -29,7 +29,8 @@ def write(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
     Raises OutputError when it cannot write, and whatever reading a tensor raises.
     """
-    writer = FileSystemWriter(folder, overwrite=False)
+    # A file of its own for each: torch keeps all tensors of a file until it is written.
+    writer = FileSystemWriter(folder, single_file_per_rank=False, overwrite=False)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it was meant to be
