@@ -41,6 +41,12 @@ def convert(source: Path, out: Path, *, to: str, overwrite: bool) -> list[str]:
     if found := damages(source, manifest):
         raise CheckpointError(f"is damaged: {found[0]}", where=str(source), remedy="Take another checkpoint.")
     contents = _contents(source, Recipe.model_validate(manifest.recipe))
+    if to == "deepspeed-universal" and contents.keys != ["exp_avg", "exp_avg_sq"]:
+        raise CheckpointError(
+            f"has {' and '.join(contents.keys) or 'no optimizer state'}; DeepSpeed's universal checkpoints are of AdamW",
+            where=str(source),
+            remedy="Convert it --to torch.",
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     folder.write_folder(out, partial(FORMATS[to], contents))
     return contents.left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,28 @@ def test_what_is_in_the_way_is_not_replaced(run: Path, tmp_path: Path) -> None:
     assert "is not a converted checkpoint" in refused(overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["precious"]
+
+
+def test_state_that_deepspeed_cannot_load_is_refused(run: Path, tmp_path: Path) -> None:
+    sgd = load(run / "r.yaml", ["train.optimizer={name: sgd, lr: 0.1, momentum: 0.9}"])
+    train(sgd, tmp_path / "sgd", stop_after=2)
+    with pytest.raises(SamestepError, match="has momentum_buffer; DeepSpeed's universal checkpoints are of AdamW"):
+        convert(newest(tmp_path / "sgd"), tmp_path / "there", to="deepspeed-universal", overwrite=False)
+    assert not (tmp_path / "there").exists()
+    convert(newest(tmp_path / "sgd"), tmp_path / "there", to="torch", overwrite=False)
+    content = torch.load(tmp_path / "there" / "state.pt", weights_only=True)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    ours = stored(newest(tmp_path / "sgd"))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], ours[f"optim.state.{name}.momentum_buffer"])
+
+
+def test_a_damaged_checkpoint_is_not_converted(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(newest(run / "out"), tmp_path / "damaged")
+    file = next((tmp_path / "damaged").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(SamestepError, match="is damaged"):
+        convert(tmp_path / "damaged", tmp_path / "there", to="torch", overwrite=False)
+    assert not (tmp_path / "there").exists()

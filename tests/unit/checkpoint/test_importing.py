@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -359,3 +360,27 @@ def test_folders_that_are_no_checkpoints(made: Any, folder: Path, tmp_path: Path
     assert "is a checkpoint of samestep already" in refusal(ours, checked, tmp_path)
     with pytest.raises(SamestepError, match="is not empty"):
         import_checkpoint(made("torch")[0], checked, tmp_path / "ours")
+
+
+def test_damaged_files_beside_the_state(made: Any, folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "it"
+    shutil.copytree(made("trainer")[0] / "checkpoint-3", source)
+    for content in ("{", "[1]", "[" * 100_000, '{"global_step": "x"'):
+        (source / "trainer_state.json").write_text(content)
+        assert "trainer_state.json: cannot be read" in refusal(source, recipe(folder), tmp_path)
+    (source / "trainer_state.json").unlink()
+    for name in ("model.safetensors", "optimizer.pt"):
+        before = (source / name).read_bytes()
+        for damaged in (b"", before[:50], before[: len(before) // 2], b"\0" * 100):
+            (source / name).write_bytes(damaged)
+            said = refusal(source, recipe(folder), tmp_path)
+            assert name in said
+            assert len(said) < 500
+        (source / name).write_bytes(before)
+    assert import_checkpoint(source, recipe(folder), tmp_path / "out").updates == 3
+
+
+def test_a_place_that_cannot_be_written(made: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SamestepError, match="cannot be written: Not a directory"):
+        import_checkpoint(made("torch")[0], recipe(folder), tmp_path / "file" / "out")

@@ -7,6 +7,7 @@ read its files, and none of its code runs.
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def load(path: Path) -> Any:
             name = next(filter(None, match.groups()))
             what = f"asks for {name.rstrip('.')}, which has no place in a checkpoint"
         else:
-            what = f"cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            what = f"cannot be read: {textwrap.shorten(line, 150, placeholder=' ...')}"
         raise CheckpointError(
             what,
             where=str(path),

@@ -44,34 +44,35 @@ def read(path: Path, kind: str | None = None) -> Source:
 
     With `kind`, one of KINDS, it is read as that. Raises CheckpointError when it is none, or could be several.
     """
-    if (path / manifest.NAME).is_file():
-        raise CheckpointError(
-            "is a checkpoint of samestep already", where=str(path), remedy="Give it to --resume-from."
-        )
-    if not path.exists():
-        raise CheckpointError("is not there", where=str(path))
-    found = {name: opener for name, opener in candidates(path).items() if kind in (None, name)}
-    if not found:
-        raise CheckpointError(
-            "is no checkpoint of a kind that can be imported"
-            if kind is None
-            else f"is no checkpoint of the kind {kind}",
-            where=str(path),
-            remedy="Give the folder that holds the optimizer's state: global_stepN of DeepSpeed, checkpoint-N of a "
-            "Trainer, what accelerate's save_state wrote, a folder of torch's distributed checkpoint format.",
-        )
-    if len(found) > 1:
-        raise CheckpointError(
-            f"can be read as {' and as '.join(found)}", where=str(path), remedy="Say which with --kind."
-        )
-    (opener,) = found.values()
     try:
+        opener = _only(path, kind)
         source = opener()
+        left, step = [*source.left, *_others(path)], _trainer_step(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(error.filename or path)) from error
     except CheckpointError as error:
         if error.where is None:
             raise CheckpointError(error.what, where=str(path), remedy=error.remedy) from error
         raise
-    return replace(source, left=[*source.left, *_others(path)], step=_trainer_step(path) or source.step)
+    return replace(source, left=left, step=source.step if step is None else step)
+
+
+def _only(path: Path, kind: str | None) -> Callable[[], Source]:
+    """The one reader for a path."""
+    if (path / manifest.NAME).is_file():
+        raise CheckpointError("is a checkpoint of samestep already", remedy="Give it to --resume-from.")
+    if not path.exists():
+        raise CheckpointError("is not there")
+    found = {name: opener for name, opener in candidates(path).items() if kind in (None, name)}
+    if not found:
+        raise CheckpointError(
+            f"is no checkpoint of {'a kind that can be imported' if kind is None else f'the kind {kind}'}",
+            remedy="Give the folder that holds the optimizer's state: global_stepN of DeepSpeed, checkpoint-N of a "
+            "Trainer, what accelerate's save_state wrote, a folder of torch's distributed checkpoint format.",
+        )
+    if len(found) > 1:
+        raise CheckpointError(f"can be read as {' and as '.join(found)}", remedy="Say which with --kind.")
+    return next(iter(found.values()))
 
 
 def candidates(path: Path) -> dict[str, Callable[[], Source]]:
@@ -211,7 +212,7 @@ def _trainer_step(path: Path) -> int | None:
         if state.is_file():
             try:
                 step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise CheckpointError("cannot be read", where=str(state)) from error
             return step if isinstance(step, int) else None
     return None

@@ -38,7 +38,7 @@ def weights(path: Path) -> dict[str, Stored]:
     if path.name.endswith(".index.json"):
         try:
             names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError("cannot be read as an index of weights", where=str(path)) from error
         if any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise CheckpointError("points outside of its folder", where=str(path))
