@@ -14,8 +14,8 @@ from samestep.checkpoint.tensors import whole_tensors
 from samestep.errors import CheckpointError
 from samestep.recipe import load
 from samestep.training.importing import import_checkpoint
-from tests.distributed import foreign_jobs
-from tests.small_runs import make_folder
+from tests.distributed import foreign_jobs, run_jobs
+from tests.small_runs import make_folder, steps_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -90,3 +90,25 @@ def test_fsdp1(ranks: Any, folder: Path, tmp_path: Path) -> None:
 def test_accelerate_fsdp(ranks: Any, folder: Path, tmp_path: Path, version: int, sharded: bool) -> None:
     live = ranks.run(2, foreign_jobs.accelerate_fsdp, out=str(tmp_path / "it"), version=version, sharded=sharded)[0]
     assert_imported(tmp_path / "it", live, folder, tmp_path / "out")
+
+
+def test_any_engine_goes_on_from_it(ranks: Any, folder: Path, tmp_path: Path) -> None:
+    """P71, P80: from ZeRO-2 with its moments to FSDP, to ZeRO-3 and to one process, which take the same next step."""
+    ranks.run(2, foreign_jobs.deepspeed, out=str(tmp_path / "it"), stage=2)
+    changes = ["precision.regime=mixed", "engine.ranks=2", "train.steps=4", "train.schedule.name=constant"]
+    import_checkpoint(tmp_path / "it", load(folder / "r.yaml", changes), tmp_path / "imported")
+    records = []
+    for engine in ("single", "fsdp", "zero3"):
+        recipe = load(folder / "r.yaml", [*changes, f"engine.name={engine}"]).model_dump(mode="json")
+        out = tmp_path / engine
+        ranks.run(
+            1 if engine == "single" else 2,
+            run_jobs.train,
+            recipe=recipe,
+            out=str(out),
+            resume=str(tmp_path / "imported"),
+        )
+        (record,) = steps_of(out)
+        records.append((record["step"], record["loss"], record["grad_norm"], record["lr"]))
+    assert records[0][0] == 4
+    assert records[1:] == records[:1] * 2

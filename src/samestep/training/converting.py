@@ -43,7 +43,7 @@ def convert(source: Path, out: Path, *, to: str, overwrite: bool) -> list[str]:
     contents = _contents(source, Recipe.model_validate(manifest.recipe))
     if to == "deepspeed-universal" and contents.keys != ["exp_avg", "exp_avg_sq"]:
         raise CheckpointError(
-            f"has {' and '.join(contents.keys) or 'no optimizer state'}; DeepSpeed's universal checkpoints are of AdamW",
+            f"has {' and '.join(contents.keys) or 'no optimizer state'}; universal checkpoints are of AdamW",
             where=str(source),
             remedy="Convert it --to torch.",
         )

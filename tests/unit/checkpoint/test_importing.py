@@ -384,3 +384,21 @@ def test_a_place_that_cannot_be_written(made: Any, folder: Path, tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(SamestepError, match="cannot be written: Not a directory"):
         import_checkpoint(made("torch")[0], recipe(folder), tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("regime", ["low", "low-kahan", "low-stochastic"])
+def test_a_script_in_pure_bf16_goes_on_in_a_low_regime(folder: Path, tmp_path: Path, regime: str) -> None:
+    model = make_model(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    foreign.plain_steps(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "low.pt")
+    checked = recipe(folder, f"precision.regime={regime}")
+    found = import_checkpoint(tmp_path / "low.pt", checked, tmp_path / "out")
+    values = tensors(found)
+    zeros = {name: values.pop(name) for name in list(values) if name.endswith(".compensation")}
+    assert_same(values, foreign.live_torch(model, optimizer))
+    assert len(zeros) == (29 if regime == "low-kahan" else 0)
+    assert not any(tensor.any() for tensor in zeros.values())
+    assert ("the compensation of low-kahan starts at zero" in found.changed) == bool(zeros)
+    train(checked, tmp_path / "run", resume_from=tmp_path / "out", stop_after=4)
+    assert [record["step"] for record in steps_of(tmp_path / "run")] == [4]

@@ -36,7 +36,9 @@ def _state(contents: Contents, scratch: Path) -> tuple[dict[str, torch.Tensor], 
         mapped = [_mapped(scratch / f"{name}.{i}", tensor) for i, tensor in enumerate(contents.tensors(wanted))]
         model[name] = mapped[0]
         moments = dict(zip(contents.keys, mapped[1:], strict=True))
-        state[name] = {"step": torch.tensor(float(contents.manifest.updates)), **moments}
+        # torch's SGD does not count.
+        counted = {"step": torch.tensor(float(contents.manifest.updates))} if "exp_avg" in moments else {}
+        state[name] = counted | moments
     return model | {tie: model[name] for tie, name in contents.ties.items()}, state
 
 
