@@ -170,6 +170,18 @@ def check_config(recipe: ModelRecipe) -> None:
         _from_source(lambda: AutoConfig.from_pretrained(path), path, "config", "model.path")
 
 
+def as_stored(model: PreTrainedModel, recipe: ModelRecipe, dtype: torch.dtype) -> PretrainedConfig:
+    """The model's config as it leaves a run: with the dtype of its weights, and the cache that training turned off."""
+    own = AutoConfig.from_pretrained(recipe.path) if recipe.path is not None else _config(recipe)
+    if hasattr(own, "use_cache"):
+        model.config.use_cache = own.use_cache
+    else:
+        vars(model.config).pop("use_cache", None)
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    return model.config
+
+
 def _fresh_model(recipe: ModelRecipe) -> PreTrainedModel:
     config = _config(recipe)
     try:
@@ -250,6 +262,16 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Modul
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ModelError(_first_line(error), where="model.lora.target_modules") from error
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model with adapters belongs to one, by its name."""
+    return ".lora_" in name
+
+
+def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the adapters of a model."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if is_adapter(name)}
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:

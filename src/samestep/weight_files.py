@@ -72,6 +72,12 @@ def samples(stored: list[StoredTensor], *, limit: int) -> Iterator[tuple[StoredT
                     yield tensor, values[:: max(1, -(-values.numel() // limit))].clone()
 
 
+def read(stored: StoredTensor) -> torch.Tensor:
+    """A whole tensor in its stored dtype, not to be written to: it is the file's own memory. Raises ModelError."""
+    with _opened(stored.file) as content:
+        return content.get_tensor(stored.name)
+
+
 def _read(content: Any, tensor: StoredTensor) -> torch.Tensor:
     if torch.Size(tensor.shape).numel() <= _WHOLE:
         return content.get_tensor(tensor.name).reshape(-1)

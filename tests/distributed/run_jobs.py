@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def cannot_save(recipe: dict[str, Any], out: str) -> str:
     except SamestepError as error:
         return str(error)
     return "not refused"
+
+
+def full_disk(recipe: dict[str, Any], out: str, rank: int, bytes_left: int) -> str:
+    """What a run that goes on in `out` says on this rank when no file of one rank may grow beyond so many bytes."""
+    here = world.start(timeout_seconds=60)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if here.rank == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, before[1]))
+    try:
+        return refusal(recipe=recipe, out=out, resume=out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def late_for_a_checkpoint(out: str) -> str:

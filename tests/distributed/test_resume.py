@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from samestep.checkpoint import store
+from samestep.checkpoint.difference import differences
 from samestep.checkpoint.manifest import read_manifest
 from samestep.training.exporting import export_checkpoint
 from tests.distributed import run_jobs
@@ -101,6 +102,30 @@ def test_steps_after_the_checkpoint_are_made_again(source, unbroken, ranks, tmp_
     check_equal(unbroken, tmp_path)
 
 
+def test_p70_p72_from_one_engine_to_the_next_and_back(source, unbroken, ranks, tmp_path):
+    """single, fsdp, zero3, ddp and single again: nothing starts afresh, and not a bit is lost on the way."""
+    single = recipe(source, "single")
+    for engine, last in [("single", 2), ("fsdp", 4), ("zero3", 6), ("ddp", 8), ("single", None)]:
+        wanted = single if engine == "single" else recipe(source, engine)
+        arguments: dict[str, Any] = {"out": str(tmp_path), "stop_after": last, "keep_masters": last is None}
+        if last != 2:
+            arguments["resume"] = str(tmp_path)
+        ranks.run(1 if engine == "single" else 2, run_jobs.train, recipe=wanted, **arguments)
+    check_equal(unbroken, tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+def test_p71_moments_leave_zero_by_name(source, ranks, tmp_path, engine):
+    """What one process without ZeRO has of every weight: the same masters and moments, bit for bit."""
+    for name, size in (("single", 1), (engine, 2)):
+        ranks.run(size, run_jobs.train, recipe=recipe(source, name), out=str(tmp_path / name), stop_after=4)
+    one, other = (store.newest(tmp_path / name) for name in ("single", engine))
+    keys = {name.rpartition(".")[2] for name in read_manifest(other).tensors if name.startswith("optim.state.")}
+    assert keys == {"exp_avg", "exp_avg_sq"}
+    assert read_manifest(other).updates == 4
+    assert differences(one, other) == []
+
+
 def test_an_export_of_a_checkpoint_is_that_of_the_run(unbroken, tmp_path):
     export_checkpoint(store.newest(unbroken), tmp_path / "model", dtype=None, overwrite=False)
     name = "model.safetensors"
@@ -165,7 +190,7 @@ def test_a_place_that_cannot_be_written_ends_the_run(source, ranks, tmp_path, as
     assert not (out / "summary.json").exists()
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path):
+def test_p78_a_rank_that_does_not_come_is_named(tmp_path):
     # Ranks of its own: a group in which one waited in vain is of no use to later tests.
     ranks = Ranks(2)
     try:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from samestep.checkpoint.manifest import StoredTensor, read_manifest
+from samestep.checkpoint.manifest import Manifest, StoredTensor, damages, read_manifest
 from samestep.checkpoint.tensors import whole_tensors
+from samestep.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One tensor that is not the same in both. `what` says how; `gap` is the largest absolute difference of values,
-    `elements` how many differ; both None where shapes or dtypes already do."""
+    """One tensor that is not the same in both. `what` says how; `elements` is how many differ, None where shapes or
+    dtypes already do; `gap` the largest absolute difference of values, None also where it is not finite."""
 
     name: str
     what: str
@@ -23,8 +25,9 @@ class Difference:
 
 
 def differences(one: Path, other: Path) -> list[Difference]:
-    """Every tensor that is not bit-equal in two checkpoint folders, by name. Raises CheckpointError."""
-    a, b = read_manifest(one).tensors, read_manifest(other).tensors
+    """Every tensor that is not bit-equal in two checkpoint folders, by name. Raises CheckpointError, also for
+    files that are not as they were written."""
+    a, b = (_whole(folder).tensors for folder in (one, other))
     found = [Difference(name=name, what="only in the first") for name in sorted(a.keys() - b.keys())]
     found += [Difference(name=name, what="only in the second") for name in sorted(b.keys() - a.keys())]
     both = sorted(a.keys() & b.keys())
@@ -37,8 +40,16 @@ def differences(one: Path, other: Path) -> list[Difference]:
         differing = (x.view(_BITS[x.itemsize]) != y.view(_BITS[y.itemsize])).sum().item()
         if differing:
             gap = float((x.double() - y.double()).abs().max())
-            found.append(Difference(name=name, what="other values", gap=gap, elements=int(differing)))
+            finite = gap if math.isfinite(gap) else None
+            found.append(Difference(name=name, what="other values", gap=finite, elements=int(differing)))
     return sorted(found, key=lambda difference: difference.name)
+
+
+def _whole(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    if found := damages(folder, manifest):
+        raise CheckpointError(f"is damaged: {found[0]}", where=str(folder), remedy="Take another checkpoint.")
+    return manifest
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -31,10 +31,15 @@ def _assemble(shard: Shard, mine: torch.Tensor, ranges: list[tuple[int, int]], w
     for rank, (start, numel) in enumerate(ranges):
         if not numel:
             continue
-        part = mine if rank == 0 else torch.empty(numel, dtype=mine.dtype, device=mine.device)
-        if rank:
+        place = whole[start : start + numel]
+        if rank == 0:
+            place.copy_(mine)
+        elif mine.device.type == "cpu":
+            dist.recv(place, src=rank)
+        else:
+            part = torch.empty(numel, dtype=mine.dtype, device=mine.device)
             dist.recv(part, src=rank)
-        whole[start : start + numel] = part.cpu()
+            place.copy_(part)
     return whole.view(shard.shape)
 
 

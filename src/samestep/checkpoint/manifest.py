@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from samestep.errors import CheckpointError
 
 NAME = "manifest.json"
 VERSION = 1
 """Of the format. A reader knows all versions up to its own."""
+
+DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+"""Names of the dtypes that a checkpoint's tensors may have."""
 
 _CHUNK = 1 << 22
 
@@ -76,22 +81,39 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"cannot be read: {_first_line(error)}", where=str(path)) from error
     if not isinstance(content, dict) or content.get("format") != "samestep":
         raise CheckpointError("is not a manifest of samestep", where=str(path))
-    if not isinstance(content.get("version"), int) or content["version"] > VERSION:
+    version = content.get("version")
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"has format version {content.get('version')}, but this samestep reads up to {VERSION}",
+            f"has format version {version}, but this samestep reads versions up to {VERSION}",
             where=str(path),
             remedy="Update samestep.",
         )
     digest = content.pop("sha256", None)
-    if digest != _digest(content):
+    try:
+        fits = digest == _digest(content)
+    except (ValueError, RecursionError):  # numbers that are none
+        fits = False
+    if not fits:
         raise CheckpointError("is damaged: its own digest does not fit", where=str(path))
     try:
-        known = {f.name: content[f.name] for f in fields(Manifest)}
-        known["tensors"] = {name: StoredTensor(**tensor) for name, tensor in known["tensors"].items()}
-        known["files"] = {name: StoredFile(**file) for name, file in known["files"].items()}
-        return Manifest(**known)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"lacks {_first_line(error)}", where=str(path)) from error
+        manifest = TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"cannot be used: {field}: {first['msg']}", where=str(path)) from error
+    _refuse_strange(manifest, path)
+    return manifest
+
+
+def _refuse_strange(manifest: Manifest, path: Path) -> None:
+    """Raises CheckpointError for a tensor that cannot be and for a file outside of the folder: a digest can be made by
+    anybody."""
+    for name, tensor in manifest.tensors.items():
+        if tensor.dtype not in DTYPES or any(size < 0 for size in tensor.shape):
+            raise CheckpointError(f"has no such tensor: {name} is {tensor.dtype} {tensor.shape}", where=str(path))
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise CheckpointError(f"points outside of its folder, to {name!r}", where=str(path))
 
 
 def stored_file(path: Path) -> StoredFile:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from samestep.checkpoint.manifest import DTYPES
 from samestep.errors import CheckpointError
 
 NAME = ".metadata"
@@ -30,12 +31,11 @@ _ALLOWED = {
     ("pathlib", "PurePosixPath"),
     ("collections", "OrderedDict"),
 }
-_DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
+        if (module, name) in _ALLOWED or (module == "torch" and name in DTYPES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 

@@ -18,6 +18,7 @@ from samestep.errors import CheckpointError, OutputError
 FOLDER = "checkpoints"
 _LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\.\w+")
 
 
 def name_of(step: int) -> str:
@@ -32,17 +33,30 @@ def complete(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / manifests.NAME).is_file()]
 
 
-def newest(run: Path) -> Path:
-    """The newest complete checkpoint of a run folder, or of the checkpoint folder that `run` is itself.
+def newest(place: Path) -> Path:
+    """The newest complete checkpoint of a run folder, of its folder of checkpoints, or `place` when it is one itself.
 
     Raises CheckpointError when there is none.
     """
-    if (run / manifests.NAME).is_file():
-        return run
-    found = complete(run / FOLDER)
+    where = str(place)
+    try:
+        if _UNFINISHED.fullmatch(place.name) and place.is_dir():
+            raise CheckpointError(
+                "was never finished, or is being written or deleted",
+                where=where,
+                remedy="Give the run's folder, for its newest complete checkpoint.",
+            )
+        if (place / manifests.NAME).is_file():
+            return place
+        if not place.is_dir():
+            what = "is a file, not a folder" if place.exists() else "is not there"
+            raise CheckpointError(what, where=where, remedy="Give the folder of a run or of a checkpoint.")
+        found = complete(place / FOLDER) or complete(place)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror or error}", where=where) from error
     if not found:
         raise CheckpointError(
-            "has no complete checkpoint", where=str(run), remedy="Start without --resume, or give another folder."
+            "has no complete checkpoint", where=where, remedy="Give another folder, or start the run without --resume."
         )
     return found[-1]
 

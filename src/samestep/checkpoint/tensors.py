@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -38,10 +38,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from samestep.checkpoint.boxes import Box, boxes
 from samestep.checkpoint.manifest import StoredTensor
 from samestep.checkpoint.metadata import read_metadata
+from samestep.checkpoint.writer import Writer
 from samestep.engines.protocol import Shard
 from samestep.errors import CheckpointError, OutputError
 
-_BATCH_BYTES = 1 << 28
+_BATCH_BYTES = 1 << 26
 
 
 def write_tensors(folder: Path, shards: Sequence[Shard], group: dist.ProcessGroup | None = None) -> None:
@@ -51,7 +52,7 @@ def write_tensors(folder: Path, shards: Sequence[Shard], group: dist.ProcessGrou
     """
     planner = _SavePlanner(shards)
     try:
-        dcp.save({}, storage_writer=FileSystemWriter(folder, overwrite=False), planner=planner, process_group=group)
+        dcp.save({}, storage_writer=Writer(folder), planner=planner, process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         why = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
@@ -80,7 +81,7 @@ def read_tensors(folder: Path, shards: Sequence[Shard], *, alone: bool = False) 
 
 def whole_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of the given tensors of a checkpoint, on the CPU, in their order. Needs no ranks. Reads as many at
-    once as fit into 256 MiB, but at least one. Raises CheckpointError."""
+    once as fit into 64 MiB, but at least one. Raises CheckpointError."""
     batch: list[Shard] = []
     for name, stored in tensors.items():
         whole = torch.empty(torch.Size(stored.shape).numel(), dtype=getattr(torch, stored.dtype))

@@ -85,8 +85,9 @@ def diff(
     elif not found:
         typer.echo("equal: every tensor, bit for bit")
     for item in [] if json_output else found:
-        gap = "" if item.gap is None else f": {item.elements:,} elements, largest gap {item.gap:.3g}"
-        typer.echo(f"{item.name}: {item.what}{gap}")
+        gap = "not finite" if item.gap is None else f"{item.gap:.3g}"
+        detail = "" if item.elements is None else f": {item.elements:,} elements, largest gap {gap}"
+        typer.echo(f"{item.name}: {item.what}{detail}")
     if found:
         raise typer.Exit(1)
 
@@ -98,6 +99,15 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="loaded, float32, bfloat16 or float16; by default the recipe's.")
     ] = None,
+    merge: Annotated[
+        bool | None,
+        typer.Option(
+            "--merge/--no-merge", help="Merge adapters into the model's weights; by default as the recipe says."
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most bytes of weights in a file, such as 500MB or 5GB.")
+    ] = "5GB",
     overwrite: OverwriteOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -105,13 +115,21 @@ def export(
 
     Frozen weights, config and tokenizer come from the model that the run was made from.
     """
-    from samestep.checkpoint.store import newest
     from samestep.cli.options import known_name
-    from samestep.training.exporting import export_checkpoint
+    from samestep.planning.sizes import parse_size
 
     known_name(dtype, ("loaded", "float32", "bfloat16", "float16"))
+    try:
+        max_bytes = parse_size(max_shard_size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from error
+
+    from samestep.checkpoint.store import newest
+    from samestep.training.exporting import export_checkpoint
+
     folder = newest(path)
-    export_checkpoint(folder, Path.cwd() / out, dtype=dtype, overwrite=overwrite)
+    place = Path.cwd() / out
+    export_checkpoint(folder, place, dtype=dtype, merge=merge, max_bytes=max_bytes, overwrite=overwrite)
     typer.echo(f"{folder} is a model now: {out}")
 
 

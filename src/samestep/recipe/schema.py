@@ -49,6 +49,8 @@ class Lora(Section):
     """Dropout probability in front of the adapter."""
     target_modules: list[str] = ["q_proj", "v_proj"]
     """Last part of the names of the linear layers that get an adapter."""
+    export_merged: bool = False
+    """Export the whole model with the adapters merged into its weights, instead of the adapters alone."""
 
 
 class Model(Section):

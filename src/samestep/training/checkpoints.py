@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from samestep.checkpoint import store
@@ -32,6 +33,7 @@ _FREE = (
     "name",
     "model.path",
     "model.tokenizer",
+    "model.lora.export_merged",
     "data.path",
     "precision.measure_every",
     "precision.max_lost_update_share",
@@ -46,6 +48,8 @@ _FREE = (
     "checkpoint.",
     "log.",
 )
+
+_WHOLE = "The checkpoint before is whole; go on from it with --resume."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,7 @@ class Checkpoints:
         if apart:
             self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=self._timeout))
         self._pending: threading.Thread | None = None
+        self._copies: list[torch.Tensor] = []
         self._failure: SamestepError | None = None
         self._last = time.monotonic()
         self._saved: int | None = None
@@ -99,7 +104,7 @@ class Checkpoints:
         state = state_of(self._stepper.engine)
         shards, manifest = kept_by(self._stepper.engine, state), self._manifest(step, state)
         if self._recipe.asynchronous:
-            shards = [replace(shard, values=shard.values.detach().cpu().clone()) for shard in shards]
+            shards = self._copied(shards)
             self._pending = threading.Thread(target=self._write_behind, args=(shards, manifest), daemon=True)
             self._pending.start()
         else:
@@ -160,6 +165,16 @@ class Checkpoints:
             versions=versions(),
         )
 
+    def _copied(self, shards: list[Shard]) -> list[Shard]:
+        """The shards with copies in host memory, whose places are kept for the next time: to have the system find new
+        ones takes longer than to fill them."""
+        values = [shard.values.detach() for shard in shards]
+        if [(v.dtype, v.shape) for v in values] != [(c.dtype, c.shape) for c in self._copies]:
+            self._copies = [torch.empty_like(v, device="cpu") for v in values]
+        for copy, live in zip(self._copies, values, strict=True):
+            copy.copy_(live)
+        return [replace(shard, values=copy) for copy, shard in zip(self._copies, shards, strict=True)]
+
     def _meet(self, step: int) -> None:
         """Has all ranks arrive before anything is written. Raises RunError that names those who do not."""
         if self._world.size == 1:
@@ -170,7 +185,7 @@ class Checkpoints:
             raise RunError(
                 f"not all ranks came to save step {step}: {str(error).splitlines()[0]}",
                 where=str(self._folder),
-                remedy="The checkpoint before is whole; go on from it with --resume.",
+                remedy=_WHOLE,
             ) from error
 
     def _write_behind(self, shards: list[Shard], manifest: Manifest) -> None:
@@ -191,10 +206,10 @@ class Checkpoints:
             merged = {name: file for part in files for name, file in part.items()}
             complete = replace(manifest, files=merged)
             self._together(lambda: store.publish(partial, complete, keep=self._recipe.keep) if main else None)
-        except OutputError:
+        except OutputError as error:
             if main:
                 store.abandon(partial)
-            raise
+            raise OutputError(error.what, where=error.where, remedy=error.remedy or _WHOLE) from error
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Does this rank's part; what every rank's part gave. Raises OutputError on all ranks when one failed."""
@@ -205,7 +220,7 @@ class Checkpoints:
             failure = str(error)
         everyone = gather_objects((result, failure), self._world, self._group)
         if failed := next((text for _, text in everyone if text), None):
-            raise OutputError(failed, remedy="The checkpoint before is whole; go on from it with --resume.")
+            raise OutputError(failed, remedy=_WHOLE)
         return [value for value, _ in everyone]
 
     def _check(self, folder: Path, manifest: Manifest, *, allow_changes: bool) -> None:

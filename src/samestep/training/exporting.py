@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from samestep import models
+from samestep.checkpoint import export as exports
 from samestep.checkpoint.dropped import Dropped
-from samestep.checkpoint.export import (
-    cast_for_export,
-    gather_weights,
-    keep_what_is_exported,
-    round_into,
-    write_export,
-)
-from samestep.checkpoint.manifest import damages, read_manifest
+from samestep.checkpoint.export import Put, Target, Wanted, gather_weights, keep_what_is_exported
+from samestep.checkpoint.manifest import Manifest, damages, read_manifest
 from samestep.checkpoint.state import master_key, master_names
 from samestep.checkpoint.tensors import whole_tensors
 from samestep.dtypes import DTYPES
@@ -36,7 +29,7 @@ from samestep.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A run whose `steps` steps are done, on one rank."""
+    """A run whose `steps` steps are done, on one rank. `adapters` are those that it began with, on the main rank."""
 
     recipe: Recipe
     plan: Plan
@@ -44,6 +37,7 @@ class Trained:
     world: World
     steps: int
     out: Path
+    adapters: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def random(self) -> Callable[[str], Stream] | None:
@@ -57,76 +51,135 @@ def export(
     """Writes RUN/export when the recipe asks for it, and RUN/masters.safetensors with `keep_masters`; every rank must
     call it.
 
-    On the main rank gives the digest of all masters, and what the export drops. Raises RunError when the model that the
-    masters belong to can no longer be loaded: then they are left in masters.safetensors.
+    On the main rank gives the digest of all masters, and what the export drops. Raises OutputError; RunError when the
+    model that the masters belong to can no longer be loaded: then they are left in masters.safetensors.
     """
     asked = run.world.is_main and run.recipe.train.export
-    model, gone = _model(run.recipe) if asked else (None, None)
-    dropped, loaded, into = Dropped(), _tensors(model, trainable=True), {}
-    if model is not None:
-        loaded = {name: tensor.clone() for name, tensor in loaded.items()}
-        cast_for_export(model, run.recipe.precision.export_dtype)
-        into = _tensors(model)
+    dropped = Dropped()
+    target, gone = _target(run, dropped) if asked else (None, None)
     masters = run.out / "masters.safetensors" if keep_masters or gone else None
-    digest = gather_weights(
-        run.engine,
-        run.world,
-        into=into,
-        random=run.random,
-        masters=masters,
-        counted=lambda name, whole: dropped.add(loaded=loaded.pop(name), trained=whole, exported=into[name]),
-    )
-    if gone is not None:
-        raise RunError(
-            f"the model can no longer be loaded, so nothing is exported ({gone}); the trained weights are kept",
-            where=str(masters),
-            remedy="They are the masters, by parameter name, in safetensors.",
-        ) from gone
-    if model is None:
+
+    def gathered(put: Put | None = None) -> str | None:
+        return gather_weights(run.engine, run.world, put=put, masters=masters)
+
+    if target is None:
+        try:
+            digest = gathered()
+        except OSError as error:
+            raise OutputError(f"cannot be written: {error.strerror or error}", where=str(masters)) from error
+        if gone is not None:
+            raise RunError(
+                f"the model can no longer be loaded, so nothing is exported ({gone}); the trained weights are kept",
+                where=str(masters),
+                remedy="They are the masters, by parameter name, in safetensors.",
+            ) from gone
         return digest, None
-    folder.write_folder(run.out / "export", partial(write_export, model, tokenizer))
-    return digest, dropped
+    digests: list[str | None] = []
+
+    def fill(place: Path) -> None:
+        with target.into(place) as put:
+            digests.append(gathered(put))
+        tokenizer.save_pretrained(place)
+
+    folder.write_folder(run.out / "export", fill)
+    return digests[0], dropped
 
 
-def export_checkpoint(source: Path, out: Path, *, dtype: str | None, overwrite: bool) -> None:
+def export_checkpoint(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    merge: bool | None = None,
+    max_bytes: int = exports.FILE_BYTES,
+    overwrite: bool = False,
+) -> None:
     """Writes what a run would have exported at a checkpoint into the folder `out`, in this one process.
 
-    `dtype` instead of the recipe's export dtype. Raises CheckpointError for a damaged checkpoint, OutputError when
-    `out` is there already and not to be replaced, ModelError when the run's model cannot be loaded any more.
+    `dtype` and `merge` instead of the recipe's export dtype and export_merged; `max_bytes` of tensors in a file. Raises
+    CheckpointError for a damaged checkpoint, OutputError when `out` is there already and not to be replaced, ModelError
+    when the run's model cannot be loaded any more.
     """
-    if out.exists() and not overwrite:
-        raise OutputError("is there already.", where=str(out), remedy="Choose another --out, or give --overwrite.")
-    if out.exists() and not (out / "config.json").is_file():
-        raise OutputError("is not a model's folder.", where=str(out), remedy="--overwrite replaces models only.")
+    _refuse_place(out, overwrite=overwrite)
     manifest = read_manifest(source)
     if found := damages(source, manifest):
         raise CheckpointError(f"is damaged: {found[0]}", where=str(source), remedy="Take another checkpoint.")
-    recipe = Recipe.model_validate(manifest.recipe)
-    model = models.load_model(recipe.model, seed=recipe.train.seed)
+    recipe = _recipe(source, manifest)
+    if merge and recipe.model.lora is None:
+        raise CheckpointError("has no adapters to merge", where=str(source), remedy="Leave out --merge.")
     tokenizer = models.load_tokenizer(recipe.model)
-    cast_for_export(model, dtype or recipe.precision.export_dtype)
-    into = _tensors(model)
     random = _random(recipe, manifest.step)
+    target = exports.open_target(_wanted(recipe, random, dtype=dtype, merge=merge, max_bytes=max_bytes))
     names = sorted(master_names(list(manifest.tensors)))
-    if strange := [name for name in names if name not in into]:
-        raise CheckpointError(f"the model has no parameter {strange[0]}", where=str(source))
-    masters = {master_key(name): manifest.tensors[master_key(name)] for name in names}
-    for name, (_, whole) in zip(names, whole_tensors(source, masters), strict=True):
-        if whole.shape != into[name].shape:
+    for name in names:
+        if name not in target.shapes:
+            raise CheckpointError(f"the model has no parameter {name}", where=str(source))
+        if target.shapes[name] != tuple(manifest.tensors[master_key(name)].shape):
             raise CheckpointError(f"{name} has another shape in the model", where=str(source))
-        round_into(into[name], whole, random(name) if random else None)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder.write_folder(out, partial(write_export, model, tokenizer))
+
+    def fill(place: Path) -> None:
+        with target.into(place) as put:
+            masters = {master_key(name): manifest.tensors[master_key(name)] for name in names}
+            for name, (_, whole) in zip(names, whole_tensors(source, masters), strict=True):
+                put(name, whole)
+        tokenizer.save_pretrained(place)
+
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=str(out)) from error
+    folder.write_folder(out, fill)
+
+
+def _refuse_place(out: Path, *, overwrite: bool) -> None:
+    """Raises OutputError when a model is not to be written to this place."""
+    if out.exists() and not overwrite:
+        raise OutputError("is there already.", where=str(out), remedy="Choose another --out, or give --overwrite.")
+    models_own = ("config.json", "adapter_config.json")
+    if out.exists() and not any((out / name).is_file() for name in models_own):
+        raise OutputError("is not a model's folder.", where=str(out), remedy="--overwrite replaces models only.")
+
+
+def _recipe(source: Path, manifest: Manifest) -> Recipe:
+    try:
+        return Recipe.model_validate(manifest.recipe)
+    except ValueError as error:
+        raise CheckpointError(
+            "holds a recipe that this version does not know",
+            where=str(source),
+            remedy="Use the version of samestep that wrote it.",
+        ) from error
+
+
+def _wanted(
+    recipe: Recipe,
+    random: Callable[[str], Stream] | None,
+    *,
+    dtype: str | None = None,
+    merge: bool | None = None,
+    **others: Any,
+) -> Wanted:
+    lora = recipe.model.lora
+    return Wanted(
+        model=recipe.model,
+        seed=recipe.train.seed,
+        dtype=dtype or recipe.precision.export_dtype,
+        merge=(lora is not None and lora.export_merged) if merge is None else merge,
+        random=random,
+        **others,
+    )
 
 
 def exported_losses(run: Trained, trained_loss: float | None, evaluate: Callable[[], float]) -> dict[str, Any]:
-    """The held-out loss of the trained weights and of what the export has of them; empty where the two are the same.
+    """The held-out loss of the trained weights and of what the export has of them; empty where the two are the same,
+    and for merged adapters, whose sum with the model's weights no engine holds.
 
     Every rank must call it, and nothing may be done with the engine after it: its masters are rounded.
     """
     dtype = run.recipe.precision.export_dtype
     dtypes = {p.name: p.loaded if dtype == "loaded" else DTYPES[dtype] for p in run.plan.trainable}
-    if not run.recipe.train.export or all(d.itemsize >= run.plan.master.itemsize for d in dtypes.values()):
+    merged = run.recipe.model.lora is not None and run.recipe.model.lora.export_merged
+    if merged or not run.recipe.train.export or all(d.itemsize >= run.plan.master.itemsize for d in dtypes.values()):
         return {}
     keep_what_is_exported(run.engine, dtypes, run.random)
     return {"trained_loss": trained_loss, "exported_loss": folder.finite(evaluate())}
@@ -139,15 +192,9 @@ def _random(recipe: Recipe, steps: int) -> Callable[[str], Stream] | None:
     return lambda name: stream(recipe.train.seed, steps, name, "export")
 
 
-def _model(recipe: Recipe) -> tuple[nn.Module | None, ModelError | None]:
-    """The model as the run loaded it, or why it cannot be loaded again: what was trained is still here then."""
+def _target(run: Trained, dropped: Dropped) -> tuple[Target | None, ModelError | None]:
+    """Where the run's model goes, or why it cannot be loaded again: what was trained is still here then."""
     try:
-        return models.load_model(recipe.model, seed=recipe.train.seed), None
+        return exports.open_target(_wanted(run.recipe, run.random, dropped=dropped, adapters=run.adapters)), None
     except ModelError as error:
         return None, error
-
-
-def _tensors(model: nn.Module | None, *, trainable: bool = False) -> dict[str, torch.Tensor]:
-    if model is None:
-        return {}
-    return {name: p.data for name, p in model.named_parameters() if p.requires_grad or not trainable}

@@ -69,6 +69,8 @@ class _Run:
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
         self.unused = models.unused_weights(model)
+        # Few, and at the end nobody could say any more what they were.
+        self.adapters = models.adapters(model) if here.is_main and recipe.model.lora else {}
         self.rates = learning_rates(self.recipe, self.total_steps)
         looks_ahead = here.is_main and request.resume is None
         self.outlook = outlook(self.recipe, self.plan, model, self.rates) if looks_ahead else None
@@ -233,6 +235,7 @@ class _Run:
             world=self.world,
             steps=self.last.step if self.last else 0,
             out=self.out,
+            adapters=self.adapters,
         )
         digest, dropped = export(trained, self.tokenizer, keep_masters=self.request.keep_masters)
         losses: dict[str, Any] = {}
@@ -252,7 +255,7 @@ class _Run:
             weights_sha256=digest,
             out=self.out,
             seconds=time.time() - self.started,
-            device=self.world.device.type,
+            device=self.world.device,
         )
         folder.write_json(self.out / "summary.json", summary)
         for sentence in report.vanished_sentences(self.recipe, self.plan, self.shares, exported):

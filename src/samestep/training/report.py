@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from samestep.data import PreparationReport
 from samestep.dtypes import dtype_name
 from samestep.precision.facts import Facts, Violation
@@ -112,10 +114,11 @@ def summary(
     weights_sha256: str | None,
     out: Path,
     seconds: float,
-    device: str,
+    device: torch.device,
 ) -> dict[str, Any]:
     """The run's last word. `status` is completed or interrupted; `seconds` is wall-clock, everything included; `shares`
-    are the last that were measured, `export` what the exported weights lack of the trained ones."""
+    are the last that were measured, `export` what the exported weights lack of the trained ones. Memory is that of the
+    main rank."""
     return {
         "name": recipe.name,
         "status": status,
@@ -133,5 +136,6 @@ def summary(
         "run": str(out),
         "seconds": seconds,
         "versions": machine.versions(),
-        "machine": {"system": platform.platform(), "device": device},
+        "machine": {"system": platform.platform(), "device": device.type},
+        "memory_bytes": machine.memory(device),
     }
