@@ -52,11 +52,20 @@ def read_accelerate(v: Values) -> None:
         v.say("engine.name", "single" if kind == "NO" else "ddp", "distributed_type")
     fsdp_version = v.get(_F + "version") if kind == "FSDP" else 0
     read_mixed_precision(v, fsdp_version)
-    v.say("train.accumulation", v.extra.get("train.accumulation", 1), "gradient_accumulation_steps",
-          rule="not in the file: Accelerator(gradient_accumulation_steps=...) in the script says more than 1")  # fmt: skip
-    v.say(None, None, "the script's scheduler", status="lossy",
-          rule="a prepared scheduler advances once per process at each step; samestep's once per step. Give train.steps "
-          "and the warm-up in optimizer steps")  # fmt: skip
+    v.say(
+        "train.accumulation",
+        v.extra.get("train.accumulation", 1),
+        "gradient_accumulation_steps",
+        rule="not in the file: Accelerator(gradient_accumulation_steps=...) in the script says more than 1",
+    )
+    v.say(
+        None,
+        None,
+        "the script's scheduler",
+        status="lossy",
+        rule="a prepared scheduler advances once per process at each step; samestep's once per step. Give train.steps "
+        "and the warm-up in optimizer steps",
+    )
 
 
 def _unused(v: Values, section: str, why: str) -> None:
@@ -102,8 +111,9 @@ def _first_version(v: Values) -> None:
     v.say("engine.reshard_after_forward", strategy in ("FULL_SHARD", "HYBRID_SHARD"), path)
     if hybrid:
         ranks, machines = v.get("num_processes"), v.get("num_machines")
-        shard = ranks // machines if ranks and machines > 1 and ranks % machines == 0 else v.extra.get(
-            "engine.shard_ranks")  # fmt: skip
+        shard = (
+            ranks // machines if ranks and machines > 1 and ranks % machines == 0 else v.extra.get("engine.shard_ranks")
+        )
         if shard is None:
             v.asked.append("engine.shard_ranks")
         else:
@@ -144,8 +154,13 @@ def _ignored_modules(v: Values, value: Any) -> None:
         globs = [part.replace("\\.", "\0").replace(".*", "*").replace("\0", ".") for part in parts]
         v.say("engine.ignored_modules", globs, path)
     else:
-        v.say(None, None, path, rule=f"no glob patterns say {value!r}; give engine.ignored_modules by --set",
-              status="impossible")  # fmt: skip
+        v.say(
+            None,
+            None,
+            path,
+            rule=f"no glob patterns say {value!r}; give engine.ignored_modules by --set",
+            status="impossible",
+        )
 
 
 def read_mixed_precision(v: Values, fsdp_version: int, path: str = "mixed_precision") -> None:
@@ -157,8 +172,13 @@ def read_mixed_precision(v: Values, fsdp_version: int, path: str = "mixed_precis
         _no_mixed_precision(v, path)
         return
     if value == "fp8":
-        v.say("precision.regime", "mixed-fp8", path, rule="samestep's float8 is torchao's, with its own scaling",
-              status="lossy")  # fmt: skip
+        v.say(
+            "precision.regime",
+            "mixed-fp8",
+            path,
+            rule="samestep's float8 is torchao's, with its own scaling",
+            status="lossy",
+        )
         return
     low = "float16" if value == "fp16" else "bfloat16"
     v.say("precision.regime", "mixed", path, rule=f"{value} compute, fp32 masters")
@@ -168,8 +188,13 @@ def read_mixed_precision(v: Values, fsdp_version: int, path: str = "mixed_precis
     if fsdp_version:
         v.say("precision.overrides.reduce", low, path, rule="Accelerate has FSDP reduce gradients in the low dtype")
     if fsdp_version != 2:
-        v.say(None, None, path, status="lossy",
-              rule="autocast keeps some operations in fp32; samestep computes all of them in the low dtype")  # fmt: skip
+        v.say(
+            None,
+            None,
+            path,
+            status="lossy",
+            rule="autocast keeps some operations in fp32; samestep computes all of them in the low dtype",
+        )
     if fsdp_version == 1:
         v.say(None, None, path, status="lossy", rule="FSDP1 casts buffers too; samestep leaves them as they are")
 
@@ -181,5 +206,9 @@ def _no_mixed_precision(v: Values, path: str) -> None:
         what = "no: training is in the dtype that the script loads the model in. Taken as float32 (regime full); for a "
         what += "model loaded in bfloat16 give --set precision.regime=low"
         v.find(path, "warning", what)
-    v.say("precision.regime", "low" if low else "full", path,
-          rule="no upcast: the dtype that the model is loaded in is the dtype of everything")  # fmt: skip
+    v.say(
+        "precision.regime",
+        "low" if low else "full",
+        path,
+        rule="no upcast: the dtype that the model is loaded in is the dtype of everything",
+    )

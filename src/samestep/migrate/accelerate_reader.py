@@ -79,9 +79,14 @@ def read_accelerate_file(source: Source, given: dict[str, Any]) -> Reading:
         settings=tuple(values.settings), carried=carried, origins=origins, whole="deepspeed" if part else ""
     )
     return Reading(
-        kind="accelerate", leaves={**leaves, **(part.file if part else {})}, rows=rows, meaning=meaning,
-        findings=findings + _placed(source, values.findings), asked=values.asked, unknown=unknown,
-    )  # fmt: skip
+        kind="accelerate",
+        leaves={**leaves, **(part.file if part else {})},
+        rows=rows,
+        meaning=meaning,
+        findings=findings + _placed(source, values.findings),
+        asked=values.asked,
+        unknown=unknown,
+    )
 
 
 def json_of(value: Any, folder: Path) -> dict[str, Any]:

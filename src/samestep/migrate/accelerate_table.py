@@ -107,7 +107,7 @@ _DEEPSPEED = [
         topic="loading"),
     Row(_D + "zero3_save_16bit_model", "bool", "computed", "true: the export is in the low dtype",
         to="precision.export_dtype", topic="checkpointing", default=False),
-    Row(_D + "deepspeed_moe_layer_cls_names", "any", "lossy", "gathers whole modules; samestep gathers module by module",
+    Row(_D + "deepspeed_moe_layer_cls_names", "any", "lossy", "gathers whole modules; samestep goes module by module",
         topic="wrapping"),
     *(Row(_D + name, "any", "not-needed", "where and how ranks start is given to torchrun, not to a recipe")
       for name in ("deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter",

@@ -134,8 +134,11 @@ def _batch(v: Values) -> None:
 def _whole(v: Values, target: str, total: int, divisor: int) -> None:
     if total % divisor or (target in v.extra and v.extra[target] != total // divisor):
         given = f" = {total // divisor}, but {target} is {v.extra[target]}" if target in v.extra else ""
-        v.find("train_batch_size", "error", f"{total} does not fit micro-batch, accumulation and ranks: {divisor} x "
-               f"{target}{given}")  # fmt: skip
+        v.find(
+            "train_batch_size",
+            "error",
+            f"{total} does not fit micro-batch, accumulation and ranks: {divisor} x {target}{given}",
+        )
     v.say(target, max(1, total // divisor), "train_batch_size")
 
 
@@ -181,12 +184,18 @@ def _bf16(v: Values) -> str:
         return "low"
     if masters or moments:
         odd = "bf16 masters with fp32 moments" if masters else "fp32 masters with bf16 moments"
-        v.say("precision.regime", "low" if masters else "mixed", *names, rule=f"no regime has {odd}",
-              status="impossible")  # fmt: skip
+        v.say(
+            "precision.regime", "low" if masters else "mixed", *names, rule=f"no regime has {odd}", status="impossible"
+        )
         return "low" if masters else "mixed"
     v.say("precision.regime", "mixed", *names)
-    v.say(None, None, "bf16.enabled", status="lossy",
-          rule="DeepSpeed cuts its fp32 masters from the bf16-rounded weights; samestep's are the weights as loaded")  # fmt: skip
+    v.say(
+        None,
+        None,
+        "bf16.enabled",
+        status="lossy",
+        rule="DeepSpeed cuts its fp32 masters from the bf16-rounded weights; samestep's are the weights as loaded",
+    )
     return "mixed"
 
 
@@ -219,25 +228,49 @@ def _reduction(v: Values, regime: str, low: str, stage: int) -> None:
         if at_the_end and wanted != own:
             rule += "; DeepSpeed adds up micro-batches before, samestep after: last bits"
             status = "lossy"
-        v.say("precision.overrides.reduce", None if wanted == own else wanted, "communication_data_type",
-              rule=rule, status=status)  # fmt: skip
+        v.say(
+            "precision.overrides.reduce",
+            None if wanted == own else wanted,
+            "communication_data_type",
+            rule=rule,
+            status=status,
+        )
     if at_the_end and wanted == own:
         v.say("engine.reduce_every", "step", _Z + "stage", rule=f"stage {stage} reduces once per step")
     if accumulated == own:
-        v.say(None, None, "data_types.grad_accum_dtype", rule="samestep accumulates in this dtype too",
-              status="not-needed")  # fmt: skip
+        v.say(
+            None,
+            None,
+            "data_types.grad_accum_dtype",
+            rule="samestep accumulates in this dtype too",
+            status="not-needed",
+        )
     elif steps > 1:
-        v.say(None, None, "data_types.grad_accum_dtype",
-              rule=f"DeepSpeed accumulates in {accumulated}, samestep in {own}", status="lossy")  # fmt: skip
+        v.say(
+            None,
+            None,
+            "data_types.grad_accum_dtype",
+            rule=f"DeepSpeed accumulates in {accumulated}, samestep in {own}",
+            status="lossy",
+        )
     else:
-        v.say(None, None, "data_types.grad_accum_dtype", rule="one micro-batch a step: nothing is accumulated",
-              status="not-needed")  # fmt: skip
+        v.say(
+            None,
+            None,
+            "data_types.grad_accum_dtype",
+            rule="one micro-batch a step: nothing is accumulated",
+            status="not-needed",
+        )
 
 
 def _clipping(v: Values) -> None:
     if v.is_auto("gradient_clipping"):
-        v.say("train.max_grad_norm", v.extra.get("train.max_grad_norm", 1.0), "gradient_clipping",
-              rule="auto: Accelerate and the Trainer fill in 1.0 unless told otherwise")  # fmt: skip
+        v.say(
+            "train.max_grad_norm",
+            v.extra.get("train.max_grad_norm", 1.0),
+            "gradient_clipping",
+            rule="auto: Accelerate and the Trainer fill in 1.0 unless told otherwise",
+        )
         return
     norm = v.get("gradient_clipping")
     if norm < 0:
@@ -251,8 +284,13 @@ def _optimizer(v: Values) -> None:
     kind = str(v.get("optimizer.type")).lower()
     name = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd"}.get(kind)
     if name is None:
-        v.say("train.optimizer.name", "adamw", "optimizer.type", status="impossible",
-              rule=f"samestep has no {v.given['optimizer.type']}, only adamw and sgd")  # fmt: skip
+        v.say(
+            "train.optimizer.name",
+            "adamw",
+            "optimizer.type",
+            status="impossible",
+            rule=f"samestep has no {v.given['optimizer.type']}, only adamw and sgd",
+        )
         name = "adamw"
     else:
         v.say("train.optimizer.name", name, "optimizer.type")
@@ -268,8 +306,12 @@ def _optimizer(v: Values) -> None:
     for field in {"betas", "eps", "momentum"} - set(used):
         if v.has(_O + field):
             v.say(None, None, _O + field, rule=f"{name} does not use it", status="not-needed")
-    v.say("train.optimizer.no_decay", [], _O + "weight_decay",
-          rule="DeepSpeed's optimizer block is one group: it decays biases and norms too")  # fmt: skip
+    v.say(
+        "train.optimizer.no_decay",
+        [],
+        _O + "weight_decay",
+        rule="DeepSpeed's optimizer block is one group: it decays biases and norms too",
+    )
     if "scheduler.type" not in v.given:
         v.say("train.schedule.name", "constant", "scheduler.type", rule="no scheduler block: the rate is constant")
 
@@ -280,8 +322,13 @@ def _schedule(v: Values) -> None:
     kind = str(v.get("scheduler.type")).lower()
     name = _SCHEDULES.get(kind)
     if name is None:
-        v.say("train.schedule.name", "constant", "scheduler.type", status="impossible",
-              rule=f"samestep has no {v.given['scheduler.type']}")  # fmt: skip
+        v.say(
+            "train.schedule.name",
+            "constant",
+            "scheduler.type",
+            status="impossible",
+            rule=f"samestep has no {v.given['scheduler.type']}",
+        )
         return
     v.say("train.schedule.name", name, "scheduler.type")
     if not v.is_auto(_S + "warmup_num_steps"):
@@ -297,8 +344,13 @@ def _schedule(v: Values) -> None:
     if v.has(_S + "warmup_max_lr"):
         v.say("train.optimizer.lr", largest, _S + "warmup_max_lr")
         if v.has(_O + "lr"):
-            v.say(None, None, _O + "lr", rule="scheduler.params.warmup_max_lr wins: the scheduler sets the rate",
-                  status="not-needed")  # fmt: skip
+            v.say(
+                None,
+                None,
+                _O + "lr",
+                rule="scheduler.params.warmup_max_lr wins: the scheduler sets the rate",
+                status="not-needed",
+            )
             if own != largest:
                 what = f"is {own}, but scheduler.params.warmup_max_lr {largest} wins: the scheduler sets the rate"
                 v.find(_O + "lr", "warning", what)

@@ -10,7 +10,7 @@ _DTYPES = ("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
 _BATCH = [
     Row(
         "train_batch_size", "int", "computed",
-        "rows of one step on all ranks: micro-batch x accumulation x ranks; what is missing of the three follows from it",
+        "rows of one step: micro-batch x accumulation x ranks; what is missing of the three follows from it",
         to="train.micro_batch train.accumulation engine.ranks", topic="accumulation",
     ),
     Row("train_micro_batch_size_per_gpu", "int", "renamed", "rows per rank and micro-batch", to="train.micro_batch",
@@ -151,10 +151,10 @@ _ZERO = [
     Row(_Z + "log_trace_cache_warnings", "bool", "not-needed", "messages only", default=False),
     Row(_Z + "enable_sanity_checks", "bool", "not-needed", "checks only", default=False),
     Row(_Z + "save_muon_momentum_buffer_in_memory", "bool", "not-needed", "read by Muon only", default=False),
-    Row(_Z + "leaf_module*", "any", "lossy", "gathers whole modules; samestep gathers module by module",
+    Row(_Z + "leaf_module*", "any", "lossy", "gathers whole modules; samestep goes module by module",
         topic="wrapping"),
     Row(_Z + "zero_hpz_partition_size", "int", "impossible",
-        "a second copy of the parameters per node (ZeRO++); hsdp shards everything inside the group, which is not equal",
+        "a second copy of the parameters per node (ZeRO++); hsdp shards everything inside a group instead",
         harmless=(1, 0), topic="sharding", default=1),
     Row(_Z + "zero_quantized_weights", "bool", "impossible", "quantised gathering changes every forward pass",
         harmless=(False,), topic="precision", default=False),

@@ -10,7 +10,8 @@ from samestep.recipe.suggest import did_you_mean
 
 KINDS = ("deepspeed", "accelerate", "transformers", "fsdp-config", "torchtitan", "samestep")
 
-_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer",
+_DEEPSPEED = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size",
+              "zero_allow_untested_optimizer",
               "steps_per_print", "bf16", "fp16", "optimizer", "scheduler", "communication_data_type", "data_types",
               "gradient_clipping", "gradient_accumulation_steps", "torch_autocast"}  # fmt: skip
 _ACCELERATE = {"distributed_type", "compute_environment", "num_processes", "fsdp_config", "deepspeed_config",
@@ -64,7 +65,7 @@ def _scores(source: Source) -> dict[str, int]:
     elif "bf16" in keys or "fp16" in keys:
         scores["deepspeed"] -= len(keys & {"bf16", "fp16"})
     if source.syntax == "toml":
-        return {"torchtitan": len(keys & _TORCHTITAN) or 1}
+        return {"torchtitan": len(keys & _TORCHTITAN)}
     if isinstance(data.get("model"), dict) or isinstance(data.get("train"), dict):
         scores["samestep"] = len(keys & _SAMESTEP) + 5
     return scores

@@ -19,8 +19,12 @@ from samestep.migrate.to_samestep import defaults_left, write_samestep
 from samestep.recipe import parse
 
 TARGETS = ("samestep", "deepspeed", "accelerate-fsdp", "accelerate-deepspeed")
-_FAMILIES = {"samestep": (), "deepspeed": ("deepspeed",), "accelerate-fsdp": ("launcher", "fsdp"),
-             "accelerate-deepspeed": ("launcher", "deepspeed")}  # fmt: skip
+_FAMILIES = {
+    "samestep": (),
+    "deepspeed": ("deepspeed",),
+    "accelerate-fsdp": ("launcher", "fsdp"),
+    "accelerate-deepspeed": ("launcher", "deepspeed"),
+}
 _WRITERS: dict[str, Callable[[Output], None]] = {
     "samestep": write_samestep,
     "deepspeed": write_deepspeed,
@@ -201,8 +205,13 @@ def _place(setting: Setting, out: Output, given: dict[str, Any]) -> Placement:
         return Placement("", None, None, setting.status, setting.rule)
     placement = out.placements.get(setting.path)
     if placement is None:
-        return Placement(setting.path, None, None, worst([setting.status, "not-needed"]),
-                         f"{setting.rule}; the script decides {setting.path}")  # fmt: skip
+        return Placement(
+            setting.path,
+            None,
+            None,
+            worst([setting.status, "not-needed"]),
+            f"{setting.rule}; the script decides {setting.path}",
+        )
     rule = "; ".join(dict.fromkeys(part for part in (setting.rule, placement.rule) if part))
     if setting.path in given and given[setting.path] != setting.value:
         rule += f"; --set gives {given[setting.path]} and wins over {setting.value}"
@@ -221,7 +230,7 @@ def _together(statuses: list[Status]) -> Status:
 def _defaults(reading: Reading, out: Output, as_is: bool) -> list[Entry]:
     entries = []
     for setting in reading.meaning.settings:
-        if setting.sources[0] in reading.leaves:
+        if any(source in reading.leaves for source in setting.sources):
             continue
         place = _place(setting, out, {})
         if place.status == "not-needed" or (as_is and place.target_path is None):

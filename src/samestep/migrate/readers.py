@@ -13,6 +13,8 @@ from samestep.migrate.reading import Part, Reading, look_up
 from samestep.migrate.rows import Meaning
 from samestep.migrate.samestep_table import read_samestep, samestep_table
 from samestep.migrate.source import MigrationError, Source, recipe_leaves
+from samestep.migrate.torchtitan_meaning import read_torchtitan_file
+from samestep.migrate.transformers_reader import read_fsdp_config_file, read_transformers_file
 from samestep.migrate.values import Values, readable
 from samestep.recipe import parse
 
@@ -41,9 +43,14 @@ def _deepspeed(source: Source, given: Given) -> Reading:
     origins = {"deepspeed": {path: names[path] for path in known}}
     meaning = Meaning(settings=tuple(values.settings), carried=carried, origins=origins, whole="deepspeed")
     return Reading(
-        kind="deepspeed", leaves=leaves, rows=rows, meaning=meaning, findings=findings + values.findings,
-        asked=values.asked, unknown=unknown,
-    )  # fmt: skip
+        kind="deepspeed",
+        leaves=leaves,
+        rows=rows,
+        meaning=meaning,
+        findings=findings + values.findings,
+        asked=values.asked,
+        unknown=unknown,
+    )
 
 
 def _autos(values: Values) -> list[Any]:
@@ -74,5 +81,8 @@ def _samestep(source: Source, given: Given) -> Reading:
 _READERS: dict[str, Callable[[Source, Given], Reading]] = {
     "deepspeed": _deepspeed,
     "accelerate": read_accelerate_file,
+    "transformers": read_transformers_file,
+    "fsdp-config": read_fsdp_config_file,
+    "torchtitan": read_torchtitan_file,
     "samestep": _samestep,
 }

@@ -9,7 +9,8 @@ from samestep.migrate.values import Values
 from samestep.recipe.fields import field_paths, sections_of
 from samestep.recipe.schema import Recipe
 
-_TOPICS = {"engine.offload": "offload", "engine": "sharding", "precision": "precision", "train.max_grad_norm": "clipping",
+_TOPICS = {"engine.offload": "offload", "engine": "sharding", "precision": "precision",
+           "train.max_grad_norm": "clipping",
            "train.accumulation": "accumulation", "train.micro_batch": "accumulation", "train.optimizer": "optimizer",
            "train.schedule": "schedule", "checkpoint": "checkpointing"}  # fmt: skip
 # Fields that hold one value, whatever is inside.

@@ -52,8 +52,13 @@ def write_fsdp(out: Output) -> None:
         _fsdp(out)
     ranks = out.get("engine.ranks")
     if kind == "NO":
-        out.note("engine.ranks", "num_processes", 1, "kept" if ranks == 1 else "lossy",
-                 "one process; the micro-batches of several ranks are not emulated")  # fmt: skip
+        out.note(
+            "engine.ranks",
+            "num_processes",
+            1,
+            "kept" if ranks == 1 else "lossy",
+            "one process; the micro-batches of several ranks are not emulated",
+        )
         out.leaves["num_processes"] = 1
     elif ranks is None:
         out.missing.append("engine.ranks")
@@ -86,10 +91,11 @@ def _precision(out: Output) -> None:
     short = {"bfloat16": "bf16", "float16": "fp16"}[low]
     value = short if regime == "mixed" else "no"
     status: Status = "computed" if regime in ("full", "mixed", "low") else "impossible"
-    rule = {"full": "fp32; the script must load the model in float32",
-            "mixed": "fp32 masters: Accelerate upcasts trainable weights",
-            "low": "no upcast; the script must load the model in bfloat16"}.get(
-                regime, f"Accelerate has no regime {regime}")  # fmt: skip
+    rule = {
+        "full": "fp32; the script must load the model in float32",
+        "mixed": "fp32 masters: Accelerate upcasts trainable weights",
+        "low": "no upcast; the script must load the model in bfloat16",
+    }.get(regime, f"Accelerate has no regime {regime}")
     out.put("precision.regime", "mixed_precision", value, status, rule)
     out.note("precision.low_dtype", "mixed_precision", value, "computed", "the low dtype")
     wanted = out.get("precision.overrides.reduce")
@@ -119,17 +125,37 @@ def _fsdp(out: Output) -> None:
     classes = out.get("engine.unit_classes")
     out.leaves[_F + "fsdp_auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
     if classes:
-        out.put("engine.unit_classes", _F + "fsdp_transformer_layer_cls_to_wrap", ",".join(classes), "computed",
-                "a text with commas")  # fmt: skip
+        out.put(
+            "engine.unit_classes",
+            _F + "fsdp_transformer_layer_cls_to_wrap",
+            ",".join(classes),
+            "computed",
+            "a text with commas",
+        )
     else:
-        out.note("engine.unit_classes", _F + "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "computed",
-                 "the model's own no-split classes")  # fmt: skip
-    out.put("train.activation_checkpointing", _F + "fsdp_activation_checkpointing",
-            out.get("train.activation_checkpointing", False), "renamed", "the same")  # fmt: skip
+        out.note(
+            "engine.unit_classes",
+            _F + "fsdp_auto_wrap_policy",
+            "TRANSFORMER_BASED_WRAP",
+            "computed",
+            "the model's own no-split classes",
+        )
+    out.put(
+        "train.activation_checkpointing",
+        _F + "fsdp_activation_checkpointing",
+        out.get("train.activation_checkpointing", False),
+        "renamed",
+        "the same",
+    )
     out.leaves[_F + "fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
     if out.get("engine.ignored_modules"):
-        out.note("engine.ignored_modules", _F + "fsdp_ignored_modules", None, "impossible",
-                 "Accelerate's are one regular expression over module names; write it by hand")  # fmt: skip
+        out.note(
+            "engine.ignored_modules",
+            _F + "fsdp_ignored_modules",
+            None,
+            "impossible",
+            "Accelerate's are one regular expression over module names; write it by hand",
+        )
     if name == "hsdp":
         ranks = out.get("engine.ranks", 2)
         shard = out.get("engine.shard_ranks") or max(1, ranks // 2)

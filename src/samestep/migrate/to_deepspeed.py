@@ -10,9 +10,12 @@ from samestep.migrate.rows import Status
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _Z = "zero_optimization."
-_SIZES = {"engine.bucket_elements": ("reduce_bucket_size", 1), "engine.prefetch_elements":
-          ("stage3_prefetch_bucket_size", 3), "engine.live_elements": ("stage3_max_live_parameters", 3),
-          "engine.persistent_elements": ("stage3_param_persistence_threshold", 3)}  # fmt: skip
+_SIZES = {
+    "engine.bucket_elements": ("reduce_bucket_size", 1),
+    "engine.prefetch_elements": ("stage3_prefetch_bucket_size", 3),
+    "engine.live_elements": ("stage3_max_live_parameters", 3),
+    "engine.persistent_elements": ("stage3_param_persistence_threshold", 3),
+}
 _SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
 _NEVER = 2**53
 _SHIFT = "DeepSpeed's schedule is late by two steps in the warm-up and by one after it"
@@ -49,10 +52,10 @@ def _stage(out: Output) -> int:
     }
     status, rule = rules.get(name, ("computed", f"{name} is stage {stage}"))
     out.put("engine.name", _Z + "stage", stage, status, rule)
-    out.note("engine.reshard_after_forward", _Z + "stage", stage, "computed",
-             "resharding is stage 3, none is stage 2")  # fmt: skip
-    out.note("engine.shard_ranks", None, None, "not-needed" if name != "hsdp" else "impossible",
-             "ZeRO shards over all ranks")  # fmt: skip
+    out.note("engine.reshard_after_forward", _Z + "stage", stage, "computed", "resharding is stage 3, none is stage 2")
+    out.note(
+        "engine.shard_ranks", None, None, "not-needed" if name != "hsdp" else "impossible", "ZeRO shards over all ranks"
+    )
     if out.get("engine.ignored_modules"):
         out.note("engine.ignored_modules", None, None, "impossible", "DeepSpeed cannot leave modules out")
     return stage
@@ -71,8 +74,13 @@ def _batch(out: Output, filled: bool) -> None:
         else:
             out.missing.append(path)
     if ranks is not None and micro is not None and steps is not None:
-        out.put("engine.ranks", "train_batch_size", ranks * micro * steps, "computed",
-                "rows of one step on all ranks: micro-batch x accumulation x ranks")  # fmt: skip
+        out.put(
+            "engine.ranks",
+            "train_batch_size",
+            ranks * micro * steps,
+            "computed",
+            "rows of one step on all ranks: micro-batch x accumulation x ranks",
+        )
     else:
         out.note("engine.ranks", None, None, "not-needed", "given to the launcher")
 
@@ -90,13 +98,23 @@ def _precision(out: Output) -> None:
         out.note("train.on_non_finite", None, None, "lossy", "in fp32 DeepSpeed updates whatever the gradients are")
     elif low == "float16":
         out.put("precision.regime", "fp16.enabled", True, status, rule)
-        out.note("train.on_non_finite", "fp16.enabled", True, "computed" if skips else "lossy",
-                 "fp16 skips a step that overflows")  # fmt: skip
+        out.note(
+            "train.on_non_finite",
+            "fp16.enabled",
+            True,
+            "computed" if skips else "lossy",
+            "fp16 skips a step that overflows",
+        )
         _loss_scale(out)
     else:
         out.put("precision.regime", "bf16.enabled", True, status, rule)
-        out.put("train.on_non_finite", "bf16.check_grad_overflow", skips, "computed" if skips else "lossy",
-                "skipped" if skips else "DeepSpeed does not stop: it updates with them")  # fmt: skip
+        out.put(
+            "train.on_non_finite",
+            "bf16.check_grad_overflow",
+            skips,
+            "computed" if skips else "lossy",
+            "skipped" if skips else "DeepSpeed does not stop: it updates with them",
+        )
         if regime.startswith("low"):
             out.add("bf16.bf16_master_weights_and_grads", True, "bf16 masters, of the regime low")
             out.add("bf16.bf16_optimizer_states", True, "bf16 moments, of the regime low")
@@ -132,14 +150,24 @@ def _loss_scale(out: Output) -> None:
         return
     power = round(math.log2(scale))
     exact = math.ldexp(1.0, power) == scale
-    out.put("precision.loss_scale.initial", "fp16.initial_scale_power", max(0, power),
-            "computed" if exact and power >= 0 else "lossy", "the nearest power of two")  # fmt: skip
+    out.put(
+        "precision.loss_scale.initial",
+        "fp16.initial_scale_power",
+        max(0, power),
+        "computed" if exact and power >= 0 else "lossy",
+        "the nearest power of two",
+    )
     window = out.get("precision.loss_scale.growth_interval", 2000)
     out.put("precision.loss_scale.growth_interval", "fp16.loss_scale_window", window, "renamed", "the same number")
     least = out.get("precision.loss_scale.minimum", 1.0)
     whole = max(1, round(least))
-    out.put("precision.loss_scale.minimum", "fp16.min_loss_scale", whole, "renamed" if whole == least else "lossy",
-            "a whole number in DeepSpeed")  # fmt: skip
+    out.put(
+        "precision.loss_scale.minimum",
+        "fp16.min_loss_scale",
+        whole,
+        "renamed" if whole == least else "lossy",
+        "a whole number in DeepSpeed",
+    )
     out.add("fp16.hysteresis", 1, "samestep halves the scale at every overflow; DeepSpeed's default waits for two")
 
 
@@ -187,8 +215,13 @@ def _optimizer(out: Output) -> None:
     if not out.has(prefix + "lr"):
         return
     name = out.get(prefix + "name", "adamw")
-    out.put(prefix + "name", "optimizer.type", "AdamW" if name == "adamw" else "SGD", "computed",
-            "torch's own; the script must pass none")  # fmt: skip
+    out.put(
+        prefix + "name",
+        "optimizer.type",
+        "AdamW" if name == "adamw" else "SGD",
+        "computed",
+        "torch's own; the script must pass none",
+    )
     used = ("lr", "betas", "eps", "weight_decay") if name == "adamw" else ("lr", "momentum", "weight_decay")
     for field in used:
         if out.has(prefix + field):
@@ -201,9 +234,14 @@ def _optimizer(out: Output) -> None:
     out.leaves["zero_allow_untested_optimizer"] = True
     decays = bool(out.get(prefix + "weight_decay", 0.0))
     if decays and out.get(prefix + "no_decay", ["*.bias", "*norm*"]):
-        out.note(prefix + "no_decay", None, None, "lossy",
-                 "DeepSpeed's optimizer block is one group: it decays all parameters; to keep two groups, build "
-                 "torch.optim.AdamW in the script and remove the block")  # fmt: skip
+        out.note(
+            prefix + "no_decay",
+            None,
+            None,
+            "lossy",
+            "DeepSpeed's optimizer block is one group: it decays all parameters; to keep two groups, build "
+            "torch.optim.AdamW in the script and remove the block",
+        )
     else:
         out.note(prefix + "no_decay", None, None, "not-needed", "one group")
 
@@ -234,7 +272,12 @@ def _schedule(out: Output) -> None:
         out.put(prefix + "final_factor", "scheduler.params.cos_min_ratio", factor, "renamed", "the same share")
         return
     used = name == "linear" and factor
-    out.note(prefix + "final_factor", None, None, "impossible" if used else "not-needed",
-             "WarmupDecayLR ends at 0" if used else "ends where DeepSpeed's does")  # fmt: skip
+    out.note(
+        prefix + "final_factor",
+        None,
+        None,
+        "impossible" if used else "not-needed",
+        "WarmupDecayLR ends at 0" if used else "ends where DeepSpeed's does",
+    )
     if out.has("train.optimizer.lr"):
         out.add("scheduler.params.warmup_max_lr", out.get("train.optimizer.lr"), "left out it would be 0.001")

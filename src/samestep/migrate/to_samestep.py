@@ -7,13 +7,31 @@ from samestep.recipe.fields import field_paths
 from samestep.recipe.schema import Recipe
 
 # What a recipe cannot be without, and what no default may stand in for.
-_NEEDED = ("model.path", "data.path", "engine.name", "engine.ranks", "precision.regime", "train.steps",
-           "train.micro_batch", "train.accumulation", "train.optimizer.lr")  # fmt: skip
+_NEEDED = (
+    "model.path",
+    "data.path",
+    "engine.name",
+    "engine.ranks",
+    "precision.regime",
+    "train.steps",
+    "train.micro_batch",
+    "train.accumulation",
+    "train.optimizer.lr",
+)
 _INSTEAD = {"model.path": "model.config", "train.steps": "train.epochs"}
 # Defaults that a tool's own file would decide and that change numbers, so they are worth a line.
-_TOLD = ("data.format", "data.loss_on", "data.max_tokens", "train.optimizer.name", "train.optimizer.betas",
-         "train.optimizer.weight_decay", "train.schedule.name", "train.schedule.warmup_steps", "train.max_grad_norm",
-         "train.seed")  # fmt: skip
+_TOLD = (
+    "data.format",
+    "data.loss_on",
+    "data.max_tokens",
+    "train.optimizer.name",
+    "train.optimizer.betas",
+    "train.optimizer.weight_decay",
+    "train.schedule.name",
+    "train.schedule.warmup_steps",
+    "train.max_grad_norm",
+    "train.seed",
+)
 
 
 def write_samestep(out: Output) -> None:
