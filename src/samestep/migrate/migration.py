@@ -146,6 +146,8 @@ def _fill_autos(config: dict[str, Any], out: Output) -> None:
     for path in [path for path, value in config.items() if value == "auto"]:
         row = DEEPSPEED.find(path)
         targets = [] if row is None else row.to.split()
+        if row is not None and "auto" in row.harmless:
+            continue
         if row is None or not targets or row.topic in ("prefetch", "sharding"):
             del config[path]
         elif path in ("bf16.enabled", "fp16.enabled") and out.has("precision.regime"):

@@ -37,10 +37,12 @@ class Values:
 
     def has(self, path: str) -> bool:
         """Whether the source gives a value for `path` (`auto` is none)."""
-        return self.given.get(path) not in (None, AUTO)
+        return self.given.get(path) is not None and not self.is_auto(path)
 
     def is_auto(self, path: str) -> bool:
-        return self.given.get(path) == AUTO
+        """Whether somebody else has to fill in `path`; for a few fields `auto` is a value like others."""
+        row = self.table.find(path)
+        return self.given.get(path) == AUTO and not (row is not None and AUTO in row.harmless)
 
     def get(self, path: str) -> Any:
         """The value of `path`, or what the tool does without; None when that is unknown."""
