@@ -59,12 +59,14 @@ def read_accelerate_file(source: Source, given: dict[str, Any]) -> Reading:
     for old, new in OLD_NAMES.items():
         if any(path.endswith(old.partition(".")[2]) for path in leaves):
             values.find(new, "warning", f"is called {new.rpartition('.')[2]} now")
+    for path in [path for path in leaves if names[current_name(path)] != path]:
+        values.find(path, "error", f"is given twice: {names[current_name(path)]} says the same")
     part = None
-    if distributed_type(values) == "DEEPSPEED":
-        part = _deepspeed_part(source, values)
-        parts.append(_part_of_file(part))
     rows, findings, unknown = look_up(source, parts)
-    if not any(found.severity == "error" for found in [*findings, *values.findings]):
+    if not _faulty(findings, values) and distributed_type(values) == "DEEPSPEED":
+        part = _deepspeed_part(source, values)
+        rows, findings, unknown = look_up(source, [*parts, _part_of_file(part)])
+    if not _faulty(findings, values):
         read_accelerate(values)
         if part is not None:
             findings += _read_part(values, part)
@@ -87,6 +89,10 @@ def read_accelerate_file(source: Source, given: dict[str, Any]) -> Reading:
         asked=values.asked,
         unknown=unknown,
     )
+
+
+def _faulty(findings: list[Finding], values: Values) -> bool:
+    return any(found.severity == "error" for found in [*findings, *values.findings])
 
 
 def json_of(value: Any, folder: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _TRAINING = [
     Row("seed", "int", "kept", "the same seed, but not the same random numbers", to="train.seed", default=42),
     Row("data_seed", "int", "lossy", "samestep has one seed for weights and data"),
     Row("gradient_checkpointing", "bool", "renamed", "recompute activations; does not change numbers",
-        to="train.activation_checkpointing", topic="activations", default=False),
+        to="train.activation_checkpointing", topic="activations", deprecated="activation_checkpointing"),
     Row("activation_checkpointing", "bool", "renamed", "recompute activations; does not change numbers",
         to="train.activation_checkpointing", topic="activations"),
     Row("average_tokens_across_devices", "bool", "lossy", "samestep averages over the label tokens of all ranks",
