@@ -94,7 +94,7 @@ def _offload_value(v: Values, stage: int, optimizer: str, parameters: str) -> An
         return "none"
     if optimizer == "cpu" and parameters == ("cpu" if stage == 3 else "none"):
         return "cpu"
-    value = {"parameters": parameters, "optimizer": optimizer}
+    value: dict[str, Any] = {"parameters": parameters, "optimizer": optimizer}
     if "nvme" in (optimizer, parameters):
         places = [v.given.get(f"{_Z}offload_{part}.nvme_path") for part in ("optimizer", "param")]
         value["nvme_path"] = next((place for place in places if place), None)

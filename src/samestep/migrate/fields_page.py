@@ -107,9 +107,9 @@ def _default(row: Row) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false"}.get(bool(value), "null") if value is not None else "null"
-    return str(value) if value != "" else '""'
+    if value is None or value == "":
+        return "null" if value is None else '""'
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

@@ -119,12 +119,10 @@ def _training(v: Values) -> None:
     if v.has(_T + "seed"):
         v.say("train.seed", v.get(_T + "seed"), _T + "seed")
     name = str(v.get(_O + "name"))
-    v.say(
-        "train.optimizer.name",
-        "adamw",
-        _O + "name",
-        **({} if name == "AdamW" else {"rule": f"samestep has no {name}", "status": "impossible"}),
-    )
+    if name == "AdamW":
+        v.say("train.optimizer.name", "adamw", _O + "name")
+    else:
+        v.say("train.optimizer.name", "adamw", _O + "name", rule=f"samestep has no {name}", status="impossible")
     v.say("train.optimizer.lr", v.get(_O + "lr"), _O + "lr")
     v.say("train.optimizer.betas", [v.get(_O + "beta1"), v.get(_O + "beta2")], _O + "beta1", _O + "beta2")
     v.say("train.optimizer.eps", v.get(_O + "eps"), _O + "eps")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.migrate.rows import Finding, Row, Setting, Severity, Status, Table
-from samestep.recipe.suggest import did_you_mean
+from samestep.recipe.suggest import nearest
 
 AUTO = "auto"
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -96,8 +96,11 @@ def read_value(row: Row, value: Any) -> Any:
         return value
     reader = {"int": _integer, "float": _number, "bool": _boolean, "list": _list, "text": _text}[row.kind]
     read = reader(value)
-    if row.choices and str(read).lower() not in {choice.lower() for choice in row.choices}:
-        raise Unreadable(f"{value!r} is not one of {', '.join(row.choices)}{did_you_mean(str(value), row.choices)}")
+    known = {choice.lower(): choice for choice in row.choices}
+    if known and str(read).lower() not in known:
+        meant = nearest(str(read), known)
+        hint = f" - did you mean {known[meant]}?" if meant else ""
+        raise Unreadable(f"{value!r} is not one of {', '.join(row.choices)}{hint}")
     return read
 
 
