@@ -24,7 +24,7 @@ def state_of(engine: Engine) -> list[Shard]:
     for shard in masters:
         for key, values in engine.moments(shard.name).items():
             if key != "step":
-                found.append(replace(shard, name=f"{_STATE}{shard.name}.{key}", values=values.view(-1)))
+                found.append(replace(shard, name=state_key(shard.name, key), values=values.view(-1)))
     return found
 
 
@@ -46,6 +46,11 @@ def optimizer_keys(tensors: Sequence[str]) -> list[str]:
 def master_key(name: str) -> str:
     """The name of a parameter's master in a checkpoint."""
     return _MASTER + name
+
+
+def state_key(name: str, key: str) -> str:
+    """The name, in a checkpoint, of what the optimizer keeps of a parameter under `key`."""
+    return f"{_STATE}{name}.{key}"
 
 
 def master_names(tensors: Sequence[str]) -> set[str]:

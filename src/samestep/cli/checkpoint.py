@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from samestep.cli import exchange
 from samestep.cli.options import DebugOption, JsonOption, OverwriteOption, print_json
 
 app = typer.Typer(
@@ -17,6 +18,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+app.command("import")(exchange.import_checkpoint)
+app.command("convert")(exchange.convert)
 
 CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint's folder, or a run's: then its newest complete one.")

@@ -21,16 +21,18 @@ _GRACE_SECONDS = 45.0
 
 
 class Child:
-    """A variant's process. As a context, it leaves no process behind. What it prints goes to the file `log`."""
+    """A variant's process. As a context, it leaves no process behind. What it prints goes to the file `log`; with
+    `resume` it goes on from the newest checkpoint in `out`, and the log too goes on."""
 
-    def __init__(self, recipe: Recipe, out: Path, log: Path) -> None:
+    def __init__(self, recipe: Recipe, out: Path, log: Path, *, resume: bool = False) -> None:
         self._log = log
         self._scratch = tempfile.TemporaryDirectory(prefix="samestep-")
         order = Path(self._scratch.name) / "request.json"
         self._report = order.with_name("error.json")
-        order.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "out": str(out)}), encoding="utf-8")
+        request = {"recipe": recipe.model_dump(mode="json"), "out": str(out), "resume": resume}
+        order.write_text(json.dumps(request), encoding="utf-8")
         try:
-            with open(log, "wb") as output:
+            with open(log, "ab" if resume else "wb") as output:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "samestep.compare.worker", str(order)],
                     # The child sees this pipe close when we die; see worker.

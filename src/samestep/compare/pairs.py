@@ -23,17 +23,25 @@ class Difference:
 @dataclass(frozen=True, kw_only=True)
 class WeightGap:
     """How two sets of masters differ. `largest` is None when a value is not finite or there is nothing to subtract;
-    `tensor` names where it is, or the first tensor that only one side has or that has another shape."""
+    `tensor` names where it is, or the first tensor that only one side has or that has another shape. `first` is the
+    first tensor in the order of the names that differs, `differing` and `tensors` are counts, and `relative` is the
+    largest share of its own length by which a tensor is off, in the tensor `relative_in`."""
 
     equal_bits: bool
     largest: float | None
     tensor: str | None
+    first: str | None = None
+    differing: int | None = None
+    tensors: int | None = None
+    relative: float | None = None
+    relative_in: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two variants compared. Gaps are None where a value is not finite on one side only, or where nothing could be
-    compared. A gap can be 0 without equal bits: -0.0 and 0.0, or equal values in different dtypes."""
+    compared. A gap can be 0 without equal bits: -0.0 and 0.0, or equal values in different dtypes. `ends_early`: all
+    that both have is equal, and the first difference is a step that one lacks."""
 
     a: str
     b: str
@@ -43,8 +51,16 @@ class Pair:
     max_abs_grad_norm_gap: float | None
     max_abs_weight_gap: float | None
     max_relative_loss_gap: float | None
+    max_relative_grad_norm_gap: float | None
+    max_relative_weight_gap: float | None
     largest_weight_gap_in: str | None
+    largest_relative_weight_gap_in: str | None
+    first_weight_difference_in: str | None
+    weights_differing: int | None
+    weights_compared: int | None
     steps_compared: int
+    unequal_length: bool
+    ends_early: bool
 
     def described(self) -> dict[str, Any]:
         """The pair's object in compare.json."""
@@ -68,10 +84,12 @@ def compare_pair(
     if unequal_length:
         weights = None
     first = _first_step_difference(a_steps, b_steps)
-    if first is None and unequal_length:
-        first = Difference(step=common + 1, quantity="loss")
+    ends_early = first is None and unequal_length
+    if ends_early:
+        longer = a_steps if len(a_steps) > common else b_steps
+        first = Difference(step=longer[common]["step"], quantity="loss")
     if first is None and weights is not None and not weights.equal_bits:
-        first = Difference(step=common, quantity="weights")
+        first = Difference(step=a_steps[-1]["step"] if common else 0, quantity="weights")
     return Pair(
         a=a,
         b=b,
@@ -81,8 +99,16 @@ def compare_pair(
         max_abs_grad_norm_gap=_largest_gap(a_steps, b_steps, "grad_norm"),
         max_abs_weight_gap=weights.largest if weights else None,
         max_relative_loss_gap=_largest_gap(a_steps, b_steps, "loss", relative=True),
+        max_relative_grad_norm_gap=_largest_gap(a_steps, b_steps, "grad_norm", relative=True),
+        max_relative_weight_gap=weights.relative if weights else None,
         largest_weight_gap_in=weights.tensor if weights else None,
+        largest_relative_weight_gap_in=weights.relative_in if weights else None,
+        first_weight_difference_in=weights.first if weights else None,
+        weights_differing=weights.differing if weights else None,
+        weights_compared=weights.tensors if weights else None,
         steps_compared=common,
+        unequal_length=unequal_length,
+        ends_early=ends_early,
     )
 
 

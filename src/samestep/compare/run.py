@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,45 +9,25 @@ from typing import Any
 
 from rich.console import Console
 
+from samestep.compare import kept
 from samestep.compare import picture as pictures
 from samestep.compare.child import Child, interrupted_by_sigterm
 from samestep.compare.outcome import Outcome, read_outcome
-from samestep.compare.pairs import compare_pair
 from samestep.compare.progress import VariantProgress
-from samestep.compare.table import table
-from samestep.compare.variants import Variant, recipes, should_agree, variant
-from samestep.compare.verdict import Subject, bound_for, is_ok, judge, sentence
-from samestep.compare.weights import compare_weights
+from samestep.compare.publish import PAGE, PICTURE, REPORT, publish
+from samestep.compare.report import make_report
+from samestep.compare.variants import Variant, recipes, variant
 from samestep.errors import EngineError, OutputError, RunError, SamestepError
 from samestep.recipe import Recipe
 from samestep.training import folder
 
 _POLL_SECONDS = 0.2
-_REPORT, _PICTURE = "compare.json", "compare.png"
 
 
-def compare(
-    recipe: Recipe,
-    engines: list[str],
-    precisions: list[str],
-    out: Path,
-    *,
-    json_output: bool = False,
-    overwrite: bool = False,
-    keep_masters: bool = False,
-    picture: bool = True,
-) -> dict[str, Any]:
-    """Runs every engine under every regime, regime by regime; see `compare_variants`."""
+def compare(recipe: Recipe, engines: list[str], precisions: list[str], out: Path, **options: Any) -> dict[str, Any]:
+    """Runs every engine under every regime, regime by regime; see `compare_variants`, also for the options."""
     variants = [variant(engine, precision) for precision in precisions for engine in engines]
-    return compare_variants(
-        recipe,
-        variants,
-        out,
-        json_output=json_output,
-        overwrite=overwrite,
-        keep_masters=keep_masters,
-        picture=picture,
-    )
+    return compare_variants(recipe, variants, out, **options)
 
 
 def compare_variants(
@@ -58,56 +37,74 @@ def compare_variants(
     *,
     json_output: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
     keep_masters: bool = False,
     picture: bool = True,
 ) -> dict[str, Any]:
-    """Runs the variants of a recipe into folders of `out`, one after the other, and compares every two of them.
+    """Runs the variants of a recipe into folders of `out`, one after the other, and compares every two of one seed.
 
     All variants are checked before the first one starts. Leaves out/NAME (the run) and out/NAME.log (what it printed)
-    for each variant, compare.json, and compare.png unless `picture` is false; returns the content of compare.json. The
-    masters (masters.safetensors, as large as the model in its master dtype) are removed once they are compared, unless
-    `keep_masters`. Prints progress on stderr and, unless `json_output`, a table on stdout. Raises SamestepError.
+    for each variant, compare.json, compare.html, and compare.png unless `picture` is false; returns the content of
+    compare.json. `resume` goes on with a comparison that was killed: runs that are whole are taken as they are, those
+    with a checkpoint go on from it, others start anew. The masters (masters.safetensors, as large as the model in its
+    master dtype) are removed once they are compared, unless `keep_masters`. Prints progress on stderr and, unless
+    `json_output`, a table on stdout. Raises SamestepError.
     """
     out = out.absolute()
     checked = recipes(recipe, variants)
     _check_process()
     if picture:
         pictures.require_matplotlib()
-    _prepare(out, overwrite=overwrite)
+    if resume:
+        states = kept.states(out, variants, checked)
+    else:
+        _prepare(out, overwrite=overwrite)
+        states = ["absent"] * len(variants)
+    kept.remember(out, variants, checked)
     try:
-        outcomes = _run_all(variants, checked, out)
+        outcomes = _run_all(variants, checked, states, out)
     except KeyboardInterrupt:
-        _say(Console(stderr=True), f"interrupted; what was done is in {out}")
+        _say(Console(stderr=True), f"interrupted; what was done is in {out}: --resume goes on with it")
         raise
-    report = _report(recipe.name, outcomes, checked)
-    folder.write_json(out / _REPORT, report)
+    report = make_report(recipe.name, outcomes, tested=_tested(variants))
+    publish(report, outcomes, out, picture=picture, json_output=json_output)
     if not keep_masters:
         for outcome in outcomes:
             outcome.masters.unlink(missing_ok=True)
-    if picture:
-        pictures.draw(outcomes, report["name"], out / _PICTURE)
-    if not json_output:
-        _show(report, out, with_picture=picture)
     return report
 
 
-def _run_all(variants: Sequence[Variant], checked: Sequence[Recipe], out: Path) -> list[Outcome]:
+def _tested(variants: Sequence[Variant]) -> list[str]:
+    """Fields of the recipe in which variants of one seed may differ, since that is what is compared."""
+    varied = [setting.partition("=")[0] for each in variants for setting in each.overrides]
+    return list(dict.fromkeys(["engine.name", "precision.regime", *varied]))
+
+
+def _run_all(
+    variants: Sequence[Variant], checked: Sequence[Recipe], states: Sequence[kept.State], out: Path
+) -> list[Outcome]:
     console = Console(stderr=True)
     outcomes: list[Outcome] = []
     with interrupted_by_sigterm():
-        for number, (each, recipe) in enumerate(zip(variants, checked, strict=True), start=1):
+        for number, (each, recipe, state) in enumerate(zip(variants, checked, states, strict=True), start=1):
             run = out / each.name
+            if state == "whole":
+                _say(console, f"variant {number} of {len(variants)}  {each.name}  is already done")
+                outcomes.append(read_outcome(each, run))
+                continue
             with VariantProgress(console, name=each.name, number=number, variants=len(variants), run=run) as progress:
-                outcome = _run_one(each, recipe, run, out / f"{each.name}.log", progress)
-                progress.done(outcome.summary["last_loss"])
+                outcome = _run_one(each, recipe, state, run, progress)
+                progress.done(outcome.last_loss)
             outcomes.append(outcome)
     return outcomes
 
 
-def _run_one(each: Variant, recipe: Recipe, run: Path, log: Path, progress: VariantProgress) -> Outcome:
-    # Before the log: so every log has a run folder beside it, by which --overwrite knows it.
-    folder.prepare(run, overwrite=False)
-    with Child(recipe, run, log) as child:
+def _run_one(each: Variant, recipe: Recipe, state: kept.State, run: Path, progress: VariantProgress) -> Outcome:
+    goes_on = state == "checkpoint"
+    if not goes_on:
+        # Before the log: so every log has a run folder beside it, by which --overwrite knows it.
+        folder.prepare(run, overwrite=state == "broken")
+    with Child(recipe, run, run.with_name(f"{run.name}.log"), resume=goes_on) as child:
         while not child.ended(_POLL_SECONDS):
             progress.look()
         progress.look()
@@ -121,35 +118,9 @@ def _run_one(each: Variant, recipe: Recipe, run: Path, log: Path, progress: Vari
         raise RunError(
             f"the run was {outcome.summary['status']} after {len(outcome.steps)} steps; there is nothing to compare.",
             where=f"variant {each.name}",
-            remedy="Run the comparison again with --overwrite.",
+            remedy="Go on with --resume.",
         )
     return outcome
-
-
-def _report(name: str, outcomes: Sequence[Outcome], checked: Sequence[Recipe]) -> dict[str, Any]:
-    bound = bound_for(checked, [outcome.device for outcome in outcomes])
-    judged = []
-    for (a, a_recipe), (b, b_recipe) in itertools.combinations(zip(outcomes, checked, strict=True), 2):
-        pair = compare_pair(a.name, b.name, a.steps, b.steps, compare_weights(a.masters, b.masters))
-        judged.append(judge(pair, bound, must_agree=should_agree(a_recipe, b_recipe)))
-    subjects = [
-        Subject(name=o.name, last_loss=o.summary["last_loss"], lost_update_share=o.lost_update_share) for o in outcomes
-    ]
-    return {
-        "name": name,
-        "variants": [outcome.described() for outcome in outcomes],
-        "pairs": [{**j.pair.described(), "must_agree": j.must_agree, "within_bound": j.within_bound} for j in judged],
-        "bound": {"max_relative_loss_gap": bound.max_relative_loss_gap, "because": bound.because},
-        "verdict": sentence(judged, subjects, bound),
-        "ok": is_ok(judged),
-    }
-
-
-def _show(report: dict[str, Any], out: Path, *, with_picture: bool) -> None:
-    console = Console()
-    console.print(table(report))
-    _say(console, report["verdict"])
-    _say(console, f"{out / _REPORT}, {out / _PICTURE}" if with_picture else f"{out / _REPORT}")
 
 
 def _say(console: Console, text: str) -> None:
@@ -179,12 +150,14 @@ def _prepare(out: Path, *, overwrite: bool) -> None:
         entries = sorted(out.iterdir())
         if entries and not overwrite:
             raise OutputError(
-                "the folder is not empty.", where=str(out), remedy="Choose another with --out, or give --overwrite."
+                "the folder is not empty.",
+                where=str(out),
+                remedy="Choose another with --out, or give --overwrite, or --resume.",
             )
         runs = [entry for entry in entries if _is_run(entry)]
         files = [entry for entry in entries if entry.is_file()]
         known = {run.name for run in runs} | {f"{run.name}.log" for run in runs}
-        known |= {name for kept in (_REPORT, _PICTURE) for name in (kept, f".{kept}.partial")}
+        known |= {name for ours in (REPORT, PICTURE, PAGE, kept.REQUESTS) for name in (ours, f".{ours}.partial")}
         others = [entry.name for entry in entries if entry.name not in known]
         if others:
             raise OutputError(

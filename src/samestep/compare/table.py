@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def table(report: dict[str, Any]) -> Table:
-    """A row for each variant of a report, as compare.json holds it. All are compared with the first."""
+    """A row for each variant of a report, as compare.json holds it. All are compared with the first of their seed."""
     variants = report["variants"]
     has_held_out = any(v["held_out"] for v in variants)
     built = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -19,7 +19,9 @@ def table(report: dict[str, Any]) -> Table:
         built.add_column(heading, justify="right")
     built.add_column("bit-equal to\nthe first", no_wrap=True)
     built.add_column("updates\nlost", justify="right")
-    pairs = {pair["b"]: pair for pair in report["pairs"] if pair["a"] == variants[0]["name"]}
+    pairs: dict[str, dict[str, Any]] = {}
+    for pair in report["pairs"]:
+        pairs.setdefault(pair["b"], pair)  # pairs are in order, so the first one is with the first of the seed
     for variant in variants:
         losses = [_loss(variant["first_loss"]), _loss(variant["last_loss"])]
         cells = [_engine(variant, variants), variant["precision"], *losses]

@@ -5,33 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from samestep.compare.fields import differences, unequal_work
 from samestep.errors import Problem, RecipeError, SamestepError
 from samestep.recipe import Recipe, override
 
 # A name is also the name of a folder.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
-
-# The settings of the engine section that are part of what is computed. All others must not change a bit.
-_COUNTED_ENGINE_FIELDS = {"ranks", "reduce_every", "reduce_order"}
-# What is said, shown and written, but not computed.
-_UNCOUNTED_SECTIONS = {"name", "log", "checkpoint"}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run the recipe. `overrides` are more "a.b=value" settings, set after engine and precision."""
+    """One way to run the recipe. `overrides` are more "a.b=value" settings, set after engine and precision. Variants
+    that differ in the seed alone have one `arm`."""
 
     name: str
     engine: str
     precision: str
     overrides: tuple[str, ...] = ()
+    arm: str = ""
+    seed: int | None = None
 
 
 def variant(engine: str, precision: str) -> Variant:
     """The variant ENGINE+PRECISION."""
-    return Variant(name=f"{engine}+{precision}", engine=engine, precision=precision)
+    name = f"{engine}+{precision}"
+    return Variant(name=name, engine=engine, precision=precision, arm=name)
 
 
 def recipes(recipe: Recipe, variants: Sequence[Variant]) -> list[Recipe]:
@@ -55,13 +54,7 @@ def recipes(recipe: Recipe, variants: Sequence[Variant]) -> list[Recipe]:
 
 def should_agree(one: Recipe, other: Recipe) -> bool:
     """Whether two recipes must give the same steps: they differ in the engine and in its settings for speed only."""
-    return _computed(one) == _computed(other)
-
-
-def _computed(recipe: Recipe) -> dict[str, Any]:
-    content = recipe.model_dump(exclude=_UNCOUNTED_SECTIONS)
-    content["engine"] = {name: content["engine"][name] for name in sorted(_COUNTED_ENGINE_FIELDS)}
-    return content
+    return not unequal_work(differences(one.model_dump(), other.model_dump()))
 
 
 def _check_set(variants: Sequence[Variant]) -> None:
@@ -78,7 +71,7 @@ def _check_set(variants: Sequence[Variant]) -> None:
             raise SamestepError(
                 f"{each.name!r} cannot be the name of a variant.",
                 where="variants",
-                remedy="Use letters, digits and . _ + -, a letter or digit first.",
+                remedy="Use letters, digits and . _ + = -, a letter or digit first.",
             )
         content = (each.engine, each.precision, tuple(each.overrides))
         # Names that differ in case only are one folder on some file systems.

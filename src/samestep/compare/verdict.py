@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from samestep.compare.pairs import Difference, Pair
 from samestep.recipe import Recipe
@@ -11,6 +12,8 @@ from samestep.recipe import Recipe
 # Kernels and collectives of accelerators may add in another order from run to run, and low-precision compute magnifies
 # that from step to step.
 _ACCELERATOR_TOLERANCE = 0.01
+
+Relation = Literal["bit-equal", "equal where recorded", "within bound", "diverging"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,8 @@ class Bound:
     def holds(self, pair: Pair) -> bool:
         if self.max_relative_loss_gap == 0:
             return pair.bit_equal
-        gap, first = pair.max_relative_loss_gap, pair.first_difference
-        missing = first is not None and first.step > pair.steps_compared
-        return gap is not None and gap <= self.max_relative_loss_gap and not missing
+        gap = pair.max_relative_loss_gap
+        return gap is not None and gap <= self.max_relative_loss_gap and not pair.unequal_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,18 @@ def bound_for(recipes: Sequence[Recipe], devices: Sequence[str]) -> Bound:
     return Bound(max_relative_loss_gap=0.0, because="on the CPU all engines compute the same bits")
 
 
+def relation(judged: Judged, bound: Bound) -> Relation:
+    """How a pair stands to each other. Pairs that need not agree, and so have no bound, are held to the tolerance for
+    runs whose sums are in another order: 0.01 of the loss."""
+    pair = judged.pair
+    if pair.bit_equal:
+        return "bit-equal"
+    if pair.first_difference is None:
+        return "equal where recorded"
+    limit = bound if judged.must_agree else Bound(max_relative_loss_gap=_ACCELERATOR_TOLERANCE, because="")
+    return "within bound" if limit.holds(pair) else "diverging"
+
+
 def judge(pair: Pair, bound: Bound, *, must_agree: bool) -> Judged:
     """Holds a pair to the bound when it must agree."""
     return Judged(pair=pair, must_agree=must_agree, within_bound=bound.holds(pair) if must_agree else None)
@@ -73,12 +87,18 @@ def is_ok(judged: Sequence[Judged]) -> bool:
     return all(j.within_bound for j in judged if j.must_agree)
 
 
-def sentence(judged: Sequence[Judged], subjects: Sequence[Subject], bound: Bound) -> str:
+def sentence(
+    judged: Sequence[Judged],
+    subjects: Sequence[Subject],
+    bound: Bound,
+    *,
+    nothing_held: str = "no two variants had to agree",
+) -> str:
     """What was seen, in one sentence: who agrees, who does not, and what other regimes did."""
     groups = _groups(judged, [s.name for s in subjects])
     parts = [_agreement(members, judged, bound) for members in groups if len(members) > 1]
     if not parts:
-        parts.append("no two variants had to agree")
+        parts.append(nothing_held)
     by_name = {s.name: s for s in subjects}
     first = groups[0][0]
     parts += [_other_regime(by_name[g[0]], by_name[first], _find(judged, first, g[0])) for g in groups[1:]]
@@ -132,6 +152,8 @@ def _gap(pair: Pair) -> str:
 def _other_regime(subject: Subject, first: Subject, judged: Judged) -> str:
     if judged.pair.bit_equal:
         return f"{subject.name} is bit-equal to {first.name}"
+    if judged.pair.first_difference is None:
+        return f"{subject.name} is equal to {first.name} in all that was recorded (no weights to compare)"
     seen = [f"differs from {first.name} {where(judged.pair)}"]
     if subject.lost_update_share is not None and subject.lost_update_share >= 0.01:
         seen.append(f"lost {subject.lost_update_share:.0%} of its updates")
@@ -143,7 +165,7 @@ def _other_regime(subject: Subject, first: Subject, judged: Judged) -> str:
 def where(pair: Pair) -> str:
     """Where a pair first differs, in words."""
     first = pair.first_difference or Difference(step=pair.steps_compared, quantity="weights")
-    if first.step > pair.steps_compared:
+    if pair.ends_early:
         return f"in length: only one of them has a step {first.step}"
     if first.quantity == "weights":
         return f"in the weights after {_count(first.step)} alone"

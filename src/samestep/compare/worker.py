@@ -24,7 +24,8 @@ def main(order: Path) -> int:
         from samestep.training.launch import train
 
         try:
-            train(Recipe.model_validate(content["recipe"]), Path(content["out"]), keep_masters=True)
+            recipe, out = Recipe.model_validate(content["recipe"]), Path(content["out"])
+            train(recipe, out, keep_masters=True, resume=content["resume"])
         finally:
             world.stop()
     except SamestepError as error:

@@ -59,7 +59,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    calls = stand_in(monkeypatch, "compare", "run", "compare")
+    calls = stand_in(monkeypatch, "compare", "run", "compare_variants")
     calls.answer = {"ok": True, "verdict": "equal"}
     return calls
 
@@ -263,8 +263,8 @@ def test_options_that_contradict_are_refused(
 
 def test_compare_hands_over_names(folder: Path, compared: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "r.yaml", "--engines", "fsdp, zero3", "--precisions", "mixed,low", "--json"]) == 0
-    recipe, engines, precisions, out = compared[0].pop("arguments")
-    assert (engines, precisions) == (["fsdp", "zero3"], ["mixed", "low"])
+    recipe, variants, out = compared[0].pop("arguments")
+    assert [v.name for v in variants] == ["fsdp+mixed", "zero3+mixed", "fsdp+low", "zero3+low"]
     assert recipe.name == "story"
     assert out == folder / "runs" / "story-compare"
     assert json.loads(capsys.readouterr().out) == {"ok": True, "verdict": "equal"}
@@ -272,7 +272,7 @@ def test_compare_hands_over_names(folder: Path, compared: Calls, capsys: pytest.
 
 def test_compare_takes_the_recipes_regime_by_default(folder: Path, compared: Calls) -> None:
     assert cli.main(["compare", "r.yaml", "--engines", "fsdp,ddp", "--set", "precision.regime=full"]) == 0
-    assert compared[0]["arguments"][2] == ["full"]
+    assert {v.precision for v in compared[0]["arguments"][1]} == {"full"}
 
 
 def test_a_bad_verdict_is_exit_code_1(folder: Path, compared: Calls) -> None:

@@ -18,7 +18,7 @@ from samestep import cli
 from samestep.compare import picture, run
 from samestep.compare.table import share, table
 from samestep.errors import OutputError, RunError, SamestepError
-from samestep.recipe import Recipe, parse
+from samestep.recipe import Recipe, parse, resolved_text
 
 GOOD = "name: story\nmodel: {path: ./m}\ndata: {path: d.jsonl}\nengine: {ranks: 2}\ntrain: {steps: 2}\n"
 # Loss, gradient norm and share of lost updates of every step, by regime.
@@ -28,18 +28,23 @@ CURVES = {
     "full": [(4.0, 2.0, 0.0), (2.5, 1.25, None)],
 }
 
+PRECISION = {"plan": {"roles": {"master": {"dtype": ["float32"], "reason": ""}}}, "facts": None, "forecast": None}
+
 
 class FakeChild:
     """Leaves what a run leaves, at once. `faults` holds what goes wrong, by engine."""
 
     faults: ClassVar[dict[str, Any]] = {}
     started: ClassVar[list[str]] = []
+    resumed: ClassVar[list[str]] = []
 
-    def __init__(self, recipe: Recipe, out: Path, log: Path) -> None:
+    def __init__(self, recipe: Recipe, out: Path, log: Path, *, resume: bool = False) -> None:
         self.engine = recipe.engine.name
         FakeChild.started.append(out.name)
+        FakeChild.resumed += [out.name] if resume else []
         log.write_text("what the run printed\n")
-        (out / "recipe.yaml").write_text("")
+        (out / "recipe.yaml").write_text(resolved_text(recipe))
+        (out / "precision.json").write_text(json.dumps(PRECISION))
         fault = self.faults.get(self.engine)
         shift = fault if isinstance(fault, float) else 0.0
         lines = [
@@ -77,6 +82,7 @@ class FakeChild:
 def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "faults", {})
     monkeypatch.setattr(FakeChild, "started", [])
+    monkeypatch.setattr(FakeChild, "resumed", [])
     monkeypatch.setattr(run, "Child", FakeChild)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -185,7 +191,8 @@ def test_overwrite_leaves_nothing_of_other_variants(recipe: Recipe, tmp_path: Pa
     compared(recipe, tmp_path / "c", picture=True)
     run.compare(recipe, ["ddp", "fsdp"], ["full"], tmp_path / "c", json_output=True, picture=False, overwrite=True)
     left = sorted(path.name for path in (tmp_path / "c").iterdir())
-    assert left == ["compare.json", "ddp+full", "ddp+full.log", "fsdp+full", "fsdp+full.log"]
+    ours = ["compare.html", "compare.json", "ddp+full", "ddp+full.log", "fsdp+full", "fsdp+full.log", "variants.json"]
+    assert left == ours
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "fsdp+mixed/notes.txt", "mine/notes.txt", "other.log"])

@@ -1,0 +1,1 @@
+"""Our checkpoints, written as other tools' own."""
