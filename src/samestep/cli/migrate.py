@@ -11,6 +11,7 @@ import typer
 from samestep.cli.options import DebugOption, JsonOption, SetOption, known_name, print_json
 
 if TYPE_CHECKING:
+    from samestep.crosscheck.check import Compared
     from samestep.migrate import Migration, Source
     from samestep.migrate.reading import Reading
     from samestep.migrate.rows import Entry
@@ -54,6 +55,9 @@ def migrate(
         bool, typer.Option("--allow-lossy", help="Go on although the target cannot say everything.")
     ] = False,
     lint: Annotated[bool, typer.Option("--lint", help="Only show what is wrong with FILE.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run both on a tiny model and two CPU ranks, and compare what they did.")
+    ] = False,
     json_output: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -80,16 +84,33 @@ def migrate(
         given |= _ask(result.missing)
         reading = read_as(known_kind, source, given)
         result = run(source, reading, to, given)
+    compared = _compare(source, reading, result, given) if check else []
     if json_output:
-        print_json(result.as_json())
+        print_json(result.as_json() | ({"check": [vars(row) for row in compared]} if check else {}))
     else:
-        _show(source, result, with_text=out is None)
+        _show(source, result, with_text=out is None and not check)
+        _show_check(compared)
     _refuse(source, result, allow_lossy, out)
+    if any(row.verdict == "different" for row in compared):
+        raise typer.Exit(1)
     if out is not None:
         from samestep.cli.init import write_atomically
 
         write_atomically(out, result.text)
         typer.echo(f"Wrote {out}.", err=json_output)
+
+
+def _compare(source: Source, reading: Reading, result: Migration, given: dict[str, Any]) -> list[Compared]:
+    from samestep.crosscheck.check import check
+
+    return check(source, reading, result, given)
+
+
+def _show_check(compared: list[Compared]) -> None:
+    if compared:
+        typer.echo("\nRun on two CPU ranks:")
+    for row in compared:
+        typer.echo(f"  {row.verdict:<10} {row.quantity}: {row.source} in the source, {row.target} in the target")
 
 
 def _choose(question: str, kinds: list[str]) -> str | None:

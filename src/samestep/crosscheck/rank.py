@@ -1,0 +1,98 @@
+"""One rank of one side: `python -m samestep.crosscheck.rank ORDER`, under torchrun."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep import world
+from samestep.crosscheck.side import MODEL, ROW_TOKENS, STEPS, Observed, Order
+from samestep.data import Examples, Loader
+from samestep.dtypes import dtype_name
+from samestep.engines import build, loading
+from samestep.recipe.schema import Recipe
+from samestep.training.outlook import learning_rates
+from samestep.training.steps import Stepper
+from samestep.world import World
+
+
+def main(order: Order) -> None:
+    """Runs the side; the main rank leaves what it saw."""
+    recipe = Recipe.model_validate(order.recipe)
+    torch.set_num_threads(recipe.engine.threads)
+    here = world.start(timeout_seconds=120)
+    if order.tool == "samestep":
+        observed = _samestep(recipe, here)
+    else:
+        from samestep.crosscheck.foreign import run_deepspeed
+
+        observed = run_deepspeed(order, recipe, here, batches(recipe))
+    if here.is_main:
+        Path(order.report).write_text(json.dumps(dataclasses.asdict(observed)), encoding="utf-8")
+
+
+def batches(recipe: Recipe) -> Loader:
+    """Random rows of one length that all count, so that a mean over micro-batches is a mean over tokens."""
+    rows = STEPS * recipe.engine.ranks * recipe.train.micro_batch * recipe.train.accumulation
+    ids = np.random.default_rng(0).integers(0, int(MODEL["vocab_size"]), size=rows * ROW_TOKENS).astype(np.int32)
+    starts = np.arange(rows + 1, dtype=np.int64) * ROW_TOKENS
+    # Nothing predicts the first token of a row.
+    counts = np.arange(len(ids)) % ROW_TOKENS != 0
+    examples = Examples(tokens=ids, counts=counts, row_starts=starts)
+    return Loader(
+        examples,
+        ranks=recipe.engine.ranks,
+        micro_batch=recipe.train.micro_batch,
+        accumulation=recipe.train.accumulation,
+        seed=0,
+        shuffle=False,
+        drop_last=False,
+        pad_id=0,
+    )
+
+
+def _samestep(recipe: Recipe, here: World) -> Observed:
+    model = loading.load_model(recipe, here)
+    plan = build.resolve_plan(recipe, model)
+    engine = build.build(recipe, model, plan, here)
+    stepper = Stepper(engine, recipe, here, plan)
+    rates = learning_rates(recipe, recipe.train.steps or STEPS)[:STEPS]
+    loader = batches(recipe)
+    outcomes = []
+    for index, rate in enumerate(rates):
+        outcome = stepper.step(loader.step(index), index=index, lr=rate, measure=False, facts=index == 0)
+        stepper.settle(outcome)
+        outcomes.append(outcome)
+    roles = outcomes[0].facts.roles if outcomes[0].facts else {}
+    engine.close()
+    return Observed(
+        master=_only(roles.get("master")),
+        moments=_only(roles.get("moments")),
+        compute=_only(roles.get("compute")),
+        reduce=_only(roles.get("reduce")),
+        gradient=_only(roles.get("gradient")),
+        clip=recipe.train.max_grad_norm,
+        accumulation=loader.step(0).micro_steps,
+        rates=rates,
+        losses=[outcome.loss for outcome in outcomes],
+        updates=sum(not outcome.skipped for outcome in outcomes),
+    )
+
+
+def _only(dtypes: Any) -> str | None:
+    return dtype_name(dtypes[0]) if dtypes and len(dtypes) == 1 else None
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    try:
+        main(Order(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    finally:
+        world.stop()
