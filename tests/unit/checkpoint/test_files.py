@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import signal
-import time
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,29 +202,39 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         store.begin(tmp_path / "file" / "checkpoints", 1)
 
 
-def _save_for_ever(checkpoints: Path, first: int) -> None:
-    for step in range(first, first + 10_000):
-        save(checkpoints, step, keep=1)
+OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
-def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
-    """60 times: a process that saves one checkpoint after the other is killed while it does."""
-    chance = random.Random(0)
-    began = time.perf_counter()
-    for _ in range(3):
-        save(tmp_path, 1, keep=1)
-    longest = time.perf_counter() - began  # of some saves, however slow the disk is
-    seen, left_behind, step = set(), 0, 1
-    for _ in range(60):
+def _die_at(operation: int, folder: Path) -> None:
+    """Kills this process at its n-th operation on files of the folder."""
+    seen = 0
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event in OPERATIONS and (event in ("os.remove", "os.rmdir") or str(arguments[0]).startswith(str(folder))):
+            seen += 1
+            if seen == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def test_killed_at_any_operation_there_is_a_whole_one(tmp_path: Path) -> None:
+    """A process that saves is killed at its first operation on files, at its second, and so on to its last."""
+    save(tmp_path, 1, keep=1)
+    step, operation, left_behind, killed = 1, 0, 0, True
+    while killed:
+        operation += 1
         child = os.fork()
         if not child:
+            _die_at(operation, tmp_path)
             try:
-                _save_for_ever(tmp_path, step + 1)
+                save(tmp_path, step + 1, keep=1)
             finally:
-                os._exit(1)
-        time.sleep(chance.uniform(0.0, longest))
-        os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+                os._exit(0 if sys.exception() is None else 1)
+        status = os.waitpid(child, 0)[1]
+        killed = os.WIFSIGNALED(status)
+        assert killed or os.WEXITSTATUS(status) == 0
         left_behind += any(path.name.endswith(".partial") for path in tmp_path.iterdir())
         found = store.complete(tmp_path)
         assert found
@@ -234,11 +243,10 @@ def test_killed_at_any_moment_there_is_a_whole_one(tmp_path: Path) -> None:
         newest = found[-1]
         assert read_manifest(newest).step >= step  # nothing that was complete is lost
         step = read_manifest(newest).step
-        seen.add(step)
         restored = dict(whole_tensors(newest, read_manifest(newest).tensors))
         assert all(torch.equal(restored[name], tensor) for name, tensor in tensors(step).items())
-    assert left_behind > 5  # or nobody was killed while writing
-    assert len(seen) > 3
+    assert left_behind > 5  # it was killed while writing
+    assert operation - left_behind > 5  # and after
     save(tmp_path, step + 1)
     assert not list(tmp_path.glob(".*"))  # leftovers are cleared
 
