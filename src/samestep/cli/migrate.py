@@ -82,28 +82,35 @@ def migrate(
     result = run(source, reading, to, given)
     if out is not None and result.missing and sys.stdin.isatty():
         given |= _ask(result.missing)
-        reading = read_as(known_kind, source, given)
-        result = run(source, reading, to, given)
+        result = run(source, reading := read_as(known_kind, source, given), to, given)
     compared = _compare(source, reading, result, given) if check else []
-    if json_output:
-        print_json(result.as_json() | ({"check": [vars(row) for row in compared]} if check else {}))
-    else:
-        _show(source, result, with_text=out is None and not check)
-        _show_check(compared)
+    _report(source, result, compared, json_output=json_output, with_text=out is None and not check)
     _refuse(source, result, allow_lossy, out)
     if any(row.verdict == "different" for row in compared):
         raise typer.Exit(1)
     if out is not None:
-        from samestep.cli.init import write_atomically
+        _write(out, result, json_output)
 
-        write_atomically(out, result.text)
-        typer.echo(f"Wrote {out}.", err=json_output)
+
+def _write(out: Path, result: Migration, json_output: bool) -> None:
+    from samestep.cli.init import write_atomically
+
+    write_atomically(out, result.text)
+    typer.echo(f"Wrote {out}.", err=json_output)
 
 
 def _compare(source: Source, reading: Reading, result: Migration, given: dict[str, Any]) -> list[Compared]:
     from samestep.crosscheck.check import check
 
     return check(source, reading, result, given)
+
+
+def _report(source: Source, result: Migration, compared: list[Compared], *, json_output: bool, with_text: bool) -> None:
+    if json_output:
+        print_json(result.as_json() | ({"check": [vars(row) for row in compared]} if compared else {}))
+    else:
+        _show(source, result, with_text=with_text)
+        _show_check(compared)
 
 
 def _show_check(compared: list[Compared]) -> None:

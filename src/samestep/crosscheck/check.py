@@ -186,7 +186,7 @@ def _run(tool: Any, recipe: Recipe, config: dict[str, Any]) -> Observed:
         order.write_text(json.dumps(dataclasses.asdict(wanted)), encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
         command += ["-m", "samestep.crosscheck.rank", str(order)]
-        private = {"TORCH_EXTENSIONS_DIR": scratch, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true",
+        private = {"TORCH_EXTENSIONS_DIR": scratch, "OMP_NUM_THREADS": "1",
                    "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
         done = subprocess.run(
             command, env=os.environ | private, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL

@@ -64,7 +64,7 @@ def _by_accelerate(config: dict[str, Any], model: torch.nn.Module, own: Any) -> 
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
 
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
+    accelerator = Accelerator(deepspeed_plugin=plugin)
     optimizer = own if own is not None else DummyOptim(model.parameters())
     prepared = accelerator.prepare(model, optimizer)
     return prepared[0]
@@ -81,11 +81,11 @@ def _watch_communication(engine: Any) -> set[torch.dtype]:
         if inner is None:
             continue
 
-        def watched(tensor: torch.Tensor, *rest: Any, _inner: Any = inner, **options: Any) -> Any:
+        def watched(*given: Any, _inner: Any = inner, **options: Any) -> Any:
             # Norms and flags are single numbers; a gradient of this model never is.
-            if tensor.numel() > 1 and tensor.is_floating_point():
-                seen.add(tensor.dtype)
-            return _inner(tensor, *rest, **options)
+            tensors = [value for value in (*given, *options.values()) if torch.is_tensor(value)]
+            seen.update(tensor.dtype for tensor in tensors if tensor.numel() > 1 and tensor.is_floating_point())
+            return _inner(*given, **options)
 
         setattr(backend, name, watched)
     return seen
