@@ -60,6 +60,9 @@ def compare_variants(
     else:
         _prepare(out, overwrite=overwrite)
         states = ["absent"] * len(variants)
+    if resume and (report := kept.finished(out, variants, states)):
+        _say(Console(stderr=True), f"nothing is left to do: {out / REPORT}")
+        return report
     kept.remember(out, variants, checked)
     try:
         outcomes = _run_all(variants, checked, states, out)
