@@ -332,11 +332,11 @@ def test_a_run_that_is_not_whole_starts_anew(recipe: Recipe, tmp_path: Path, dam
 def test_a_run_is_known_by_its_recipe_and_not_by_its_name(recipe: Recipe, tmp_path: Path) -> None:
     compared(recipe, tmp_path / "c")
     other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": 4})})
-    with pytest.raises(OutputError, match="is not of the variant fsdp.mixed: train.micro_batch is 8 in one and 4"):
+    with pytest.raises(OutputError, match=r"is not of the variant fsdp\+mixed: train\.micro_batch is 8 in one and 4"):
         compared(other, tmp_path / "c", resume=True)
     held = tmp_path / "c" / "fsdp+mixed" / "recipe.yaml"
     held.write_text(held.read_text().replace("micro_batch: 8", "micro_batch: 2"))
-    with pytest.raises(OutputError, match="train.micro_batch is 8 in one and 2"):
+    with pytest.raises(OutputError, match=r"train\.micro_batch is 8 in one and 2"):
         compared(recipe, tmp_path / "c", resume=True)
 
 
