@@ -112,6 +112,7 @@ VALUE = "document.querySelector('#chart-loss button[data-series=\"0\"] .value').
 
 
 def test_in_a_browser(opened: browser.Browser) -> None:
+    opened.call("Emulation.setDeviceMetricsOverride", width=1280, height=1600, deviceScaleFactor=1, mobile=False)
     assert "must" in opened.value("document.querySelector('.verdict').innerText")
     # The pointer over the left edge shows the first step, whose loss is 4.
     box = opened.value(
