@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _read_run(run: Path, name: str) -> Outcome:
         outcome = read_outcome(variant, run)
         status = outcome.summary.get("status")
         notes = () if status == "completed" else (f"the run was {status} after {len(outcome.steps)} steps",)
-        return _checked(Outcome(**{**vars(outcome), "notes": notes}))
+        return _checked(replace(outcome, notes=notes))
     steps = read_lines(run / "steps.jsonl") if (run / "steps.jsonl").is_file() else []
     planned = f" of {recipe.train.steps}" if recipe and recipe.train.steps else ""
     note = f"the run has not ended: {len(steps)}{planned} steps are there"

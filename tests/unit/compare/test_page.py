@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ def test_names_from_outside_stay_text(tmp_path: Path) -> None:
     a, b = made_run(tmp_path / "good"), made_run(tmp_path / "other", "engine.name=zero3")
     report, outcomes = compare_finished([a, b])
     described = json.loads(json.dumps(report).replace("other", json.dumps(EVIL)[1:-1]))
-    evil = [
-        type(o)(**{**vars(o), "variant": type(o.variant)(**{**vars(o.variant), "name": n})})
-        for o, n in zip(outcomes, ["good", EVIL], strict=True)
-    ]
+    evil = [outcomes[0], replace(outcomes[1], variant=replace(outcomes[1].variant, name=EVIL))]
     text = page({**described, "name": EVIL}, evil)
     elements = Elements(text)
     assert [tag for tag, _ in elements.found].count("script") == 2
