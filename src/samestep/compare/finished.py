@@ -121,9 +121,9 @@ def _refuse_unequal(outcomes: Sequence[Outcome], tested: Sequence[str]) -> None:
         found = work_between(first, other, tested)
         work = unequal_work(found)
         if work:
-            rows = "\n".join(f"  {difference}" for difference in work)
+            listed = "; ".join(map(str, work))
             raise SamestepError(
-                f"{first.name} and {other.name} did not do the same work:\n{rows}\n",
+                f"{first.name} and {other.name} did not do the same work: {listed}.",
                 where="compare",
                 remedy=f"{_remedy(work)} To see the curves all the same, give --allow-unequal.",
             )
