@@ -205,10 +205,10 @@ def _compare_finished(
         from samestep.compare.picture import require_matplotlib
 
         require_matplotlib()
-    publish.check(folder, overwrite=overwrite)
     report, outcomes = compare_finished(
         sources, tested=under_test or (), columns=names_of_columns, allow_unequal=allow_unequal
     )
+    publish.check(folder, overwrite=overwrite)
     publish.publish(report, outcomes, folder, picture=picture, json_output=json_output)
     return report
 
