@@ -123,48 +123,30 @@ def compare(
     each variant. The exit code is 1 when engines under one regime differ: in any bit on the CPU, by more than a stated
     tolerance on other devices.
     """
+    of_recipe = {"--engines": engines, "--precisions": precisions, "--variants": variants, "--vary": vary}
+    of_recipe |= {"--seeds": seeds, "--set": overrides, "--ranks": ranks, "--resume": resume}
+    of_recipe |= {"--keep-masters": keep_masters}
+    of_runs = {"--under-test": under_test, "--allow-unequal": allow_unequal, "--columns": columns}
+    options: dict[str, Any] = {"overwrite": overwrite, "picture": not no_picture, "json_output": json_output}
     if len(sources) > 1:
-        running = {
-            "--engines": engines,
-            "--precisions": precisions,
-            "--variants": variants,
-            "--vary": vary,
-            "--seeds": seeds,
-            "--set": overrides,
-            "--ranks": ranks,
-            "--resume": resume,
-            "--keep-masters": keep_masters,
-        }
-        if given := next((name for name, value in running.items() if value), None):
-            raise typer.BadParameter("is for a recipe, not for runs that have ended", param_hint=given)
-        report = _compare_finished(
-            sources,
-            under_test,
-            columns,
-            allow_unequal,
-            out,
-            overwrite=overwrite,
-            picture=not no_picture,
-            json=json_output,
-        )
+        _refuse(of_recipe, "is for a recipe, not for runs that have ended")
+        report = _compare_finished(sources, under_test, columns, allow_unequal, out, **options)
     else:
-        reading = {"--under-test": under_test, "--allow-unequal": allow_unequal, "--columns": columns}
-        if given := next((name for name, value in reading.items() if value), None):
-            raise typer.BadParameter("is for two or more runs that have ended", param_hint=given)
+        _refuse(of_runs, "is for two or more runs that have ended")
         if resume and overwrite:
             raise typer.BadParameter("give one of them", param_hint="--resume, --overwrite")
-        options: dict[str, Any] = {
-            "json_output": json_output,
-            "overwrite": overwrite,
-            "resume": resume,
-            "keep_masters": keep_masters,
-            "picture": not no_picture,
-        }
+        options |= {"resume": resume, "keep_masters": keep_masters}
         report = _run_variants(sources[0], (engines, precisions, variants), vary, seeds, overrides, ranks, out, options)
     if json_output:
         print_json(report)
     if not report["ok"]:
         raise typer.Exit(1)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """A usage error for the first of these options that was given."""
+    if given := next((name for name, value in options.items() if value), None):
+        raise typer.BadParameter(why, param_hint=given)
 
 
 def _run_variants(
@@ -212,7 +194,7 @@ def _compare_finished(
     *,
     overwrite: bool,
     picture: bool,
-    json: bool,
+    json_output: bool,
 ) -> dict[str, Any]:
     from samestep.compare import publish
     from samestep.compare.finished import compare_finished
@@ -223,11 +205,11 @@ def _compare_finished(
         from samestep.compare.picture import require_matplotlib
 
         require_matplotlib()
-    publish.check(folder, overwrite=overwrite)
     report, outcomes = compare_finished(
         sources, tested=under_test or (), columns=names_of_columns, allow_unequal=allow_unequal
     )
-    publish.publish(report, outcomes, folder, picture=picture, json_output=json)
+    publish.check(folder, overwrite=overwrite)
+    publish.publish(report, outcomes, folder, picture=picture, json_output=json_output)
     return report
 
 

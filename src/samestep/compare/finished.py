@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _read_run(run: Path, name: str) -> Outcome:
         outcome = read_outcome(variant, run)
         status = outcome.summary.get("status")
         notes = () if status == "completed" else (f"the run was {status} after {len(outcome.steps)} steps",)
-        return _checked(Outcome(**{**vars(outcome), "notes": notes}))
+        return _checked(replace(outcome, notes=notes))
     steps = read_lines(run / "steps.jsonl") if (run / "steps.jsonl").is_file() else []
     planned = f" of {recipe.train.steps}" if recipe and recipe.train.steps else ""
     note = f"the run has not ended: {len(steps)}{planned} steps are there"
@@ -120,9 +121,9 @@ def _refuse_unequal(outcomes: Sequence[Outcome], tested: Sequence[str]) -> None:
         found = work_between(first, other, tested)
         work = unequal_work(found)
         if work:
-            rows = "\n".join(f"  {difference}" for difference in work)
+            listed = "; ".join(map(str, work))
             raise SamestepError(
-                f"{first.name} and {other.name} did not do the same work:\n{rows}\n",
+                f"{first.name} and {other.name} did not do the same work: {listed}.",
                 where="compare",
                 remedy=f"{_remedy(work)} To see the curves all the same, give --allow-unequal.",
             )

@@ -39,6 +39,18 @@ def states(out: Path, variants: Sequence[Variant], checked: Sequence[Recipe]) ->
     return [_state(out / each.name, each, recipe, requests) for each, recipe in zip(variants, checked, strict=True)]
 
 
+def finished(out: Path, variants: Sequence[Variant], states: Sequence[State]) -> dict[str, Any] | None:
+    """The report of these very variants, when all their runs are whole and compared. Their masters may be gone, so it
+    could not be made again."""
+    try:
+        report = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+        names = [each["name"] for each in report["variants"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = all(state == "whole" for state in states)
+    return report if whole and names == [each.name for each in variants] else None
+
+
 def _state(run: Path, each: Variant, recipe: Recipe, requests: dict[str, Any]) -> State:
     if not run.is_dir() or not any(run.iterdir()):
         return "absent"

@@ -123,7 +123,7 @@ def _tensorboard(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
         )
     try:
         events = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
-        tags = events.Tags()["scalars"]
+        tags = list(events.Tags()["scalars"])  # type: ignore[arg-type]
     except Exception as error:  # whatever a damaged file makes the reader raise
         raise DataError(f"cannot be read as TensorBoard events: {error}.", where=str(path)) from error
     names = _chosen(path, ["step", *tags], {**columns, "step": "step"})

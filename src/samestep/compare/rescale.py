@@ -17,6 +17,8 @@ _FEWEST_STEPS = 12
 _SLOWEST, _TRIED = 0.005, 160
 # A speed this close to 1 is no other speed.
 _SAME_SPEED = 0.9
+# A run at another speed starts from the same loss: within this share of what the faster one falls.
+_SAME_START = 0.05
 # Share of the squared gap that stretching has to take away to be called the explanation.
 _EXPLAINS = 0.9
 
@@ -40,7 +42,7 @@ class Stretch:
 def stretch(a: str, b: str, a_losses: Sequence[float | None], b_losses: Sequence[float | None]) -> Stretch | None:
     """The stretch in time that brings two curves, one value a step from step 1 on, closest.
 
-    None when curves are too short, not finite, equal, or when the run that ends higher is not the one that fell less.
+    None when curves are too short, not finite, equal, when they start apart, or when the lower one does not fall.
     """
     n = min(len(a_losses), len(b_losses))
     one = [value for value in a_losses[:n] if value is not None and math.isfinite(value)]
@@ -50,8 +52,9 @@ def stretch(a: str, b: str, a_losses: Sequence[float | None], b_losses: Sequence
     one, other = _smoothed(one), _smoothed(other)
     slower_is_b = _tail(other) > _tail(one)
     slower, faster = (other, one) if slower_is_b else (one, other)
-    if _tail(faster) >= faster[0]:
-        return None  # the lower curve does not fall, so there is no progress to compare
+    fall = faster[0] - _tail(faster)
+    if fall <= 0 or abs(slower[0] - faster[0]) > _SAME_START * fall:
+        return None
     before = _gap(slower, faster, 1.0)
     if not before:
         return None

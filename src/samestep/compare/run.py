@@ -55,11 +55,14 @@ def compare_variants(
     _check_process()
     if picture:
         pictures.require_matplotlib()
+    states: list[kept.State] = ["absent"] * len(variants)
     if resume:
         states = kept.states(out, variants, checked)
     else:
         _prepare(out, overwrite=overwrite)
-        states = ["absent"] * len(variants)
+    if resume and (report := kept.finished(out, variants, states)):
+        _say(Console(stderr=True), f"nothing is left to do: {out / REPORT}")
+        return report
     kept.remember(out, variants, checked)
     try:
         outcomes = _run_all(variants, checked, states, out)

@@ -63,14 +63,16 @@ def pairs_table(report: dict[str, Any]) -> str:
         row += [_first(pair), pair["stage"], _gap(pair["max_abs_loss_gap"]), _gap(pair["max_relative_loss_gap"])]
         row += [_gap(pair["max_abs_grad_norm_gap"]), _gap(pair["mean_loss_gap"]), _weights(pair), pair["cause"] or "–"]
         body.append(row)
-    stretched = [pair["stretch"] for pair in report["pairs"] if pair["stretch"] and pair["stretch"]["matches"]]
+    first = report["variants"][0]["name"]
+    with_first = [pair["stretch"] for pair in report["pairs"] if pair["a"] == first and pair["stretch"]]
+    stretched = [found for found in with_first if found["matches"]]
     notes = "".join(
         f"<p>{escape(s['slower'])} looks like {escape(s['faster'])} at {s['speed']:.2g} of its speed: stretching time "
         f"takes away {s['explained']:.0%} of the squared gap. A learning rate {1 / s['speed']:.3g} times as large "
         "would bring the curves together; it would not mend the cause.</p>"
         for s in stretched
     )
-    return _section("Pairs", notes, _table("Pairs", head, body, long={10, 9}))
+    return _section("Pairs", notes, _table("Pairs", head, body, long={2, 9, 10}))
 
 
 def arms_table(report: dict[str, Any]) -> str:

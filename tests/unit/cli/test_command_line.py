@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    importlib.import_module("samestep.compare.sets")  # the real one, which the stand-in would hide
     calls = stand_in(monkeypatch, "compare", "run", "compare_variants")
     calls.answer = {"ok": True, "verdict": "equal"}
     return calls

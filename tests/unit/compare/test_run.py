@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from samestep import cli
 from samestep.compare import picture, run
+from samestep.compare.sets import expand
 from samestep.compare.table import share, table
 from samestep.errors import OutputError, RunError, SamestepError
 from samestep.recipe import Recipe, parse, resolved_text
@@ -283,3 +284,80 @@ def test_the_comparison_of_records_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_killed_comparison_goes_on(recipe: Recipe, tmp_path: Path) -> None:
+    FakeChild.faults = {"zero3": RunError("killed")}
+    with pytest.raises(SamestepError):
+        compared(recipe, tmp_path / "c")
+    FakeChild.faults = {}
+    (tmp_path / "c" / "zero3+mixed" / "summary.json").unlink()
+    FakeChild.started = []
+    report = compared(recipe, tmp_path / "c", resume=True)
+    assert FakeChild.started == ["zero3+mixed", "fsdp+low", "zero3+low"]
+    assert FakeChild.resumed == []
+    assert report["ok"]
+    FakeChild.started = []
+    assert compared(recipe, tmp_path / "c", resume=True) == report
+    assert FakeChild.started == []
+
+
+def test_a_run_with_a_checkpoint_goes_on_from_it(recipe: Recipe, tmp_path: Path) -> None:
+    FakeChild.faults = {"zero3": "interrupted"}
+    with pytest.raises(RunError, match="--resume"):
+        compared(recipe, tmp_path / "c")
+    FakeChild.faults = {}
+    checkpoint = tmp_path / "c" / "zero3+mixed" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    compared(recipe, tmp_path / "c", resume=True)
+    assert FakeChild.resumed == ["zero3+mixed"]
+
+
+@pytest.mark.parametrize("damage", ["lines", "summary", "precision"])
+def test_a_run_that_is_not_whole_starts_anew(recipe: Recipe, tmp_path: Path, damage: str) -> None:
+    compared(recipe, tmp_path / "c", keep_masters=True)
+    (tmp_path / "c" / "compare.json").unlink()
+    run_folder = tmp_path / "c" / "fsdp+low"
+    if damage == "lines":
+        lines = (run_folder / "steps.jsonl").read_text().splitlines()
+        (run_folder / "steps.jsonl").write_text(lines[0] + "\n")
+    else:
+        (run_folder / f"{damage}.json").unlink()
+    FakeChild.started = []
+    compared(recipe, tmp_path / "c", resume=True)
+    assert FakeChild.started == ["fsdp+low"]
+
+
+def test_a_run_is_known_by_its_recipe_and_not_by_its_name(recipe: Recipe, tmp_path: Path) -> None:
+    compared(recipe, tmp_path / "c")
+    other = recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": 4})})
+    with pytest.raises(OutputError, match=r"is not of the variant fsdp\+mixed: train\.micro_batch is 8 in one and 4"):
+        compared(other, tmp_path / "c", resume=True)
+    held = tmp_path / "c" / "fsdp+mixed" / "recipe.yaml"
+    held.write_text(held.read_text().replace("micro_batch: 8", "micro_batch: 2"))
+    with pytest.raises(OutputError, match=r"train\.micro_batch is 8 in one and 2"):
+        compared(recipe, tmp_path / "c", resume=True)
+
+
+def test_nothing_to_go_on_with(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="no comparison to go on with"):
+        compared(recipe, tmp_path / "c", resume=True)
+
+
+def test_several_seeds(recipe: Recipe, tmp_path: Path) -> None:
+    variants = expand([("fsdp", "mixed"), ("fsdp", "low")], [], [0, 1])
+    report = run.compare_variants(recipe, variants, tmp_path / "c", json_output=True, picture=False)
+    assert {(p["a"], p["b"]) for p in report["pairs"]} == {
+        ("fsdp+mixed+seed=0", "fsdp+low+seed=0"),
+        ("fsdp+mixed+seed=1", "fsdp+low+seed=1"),
+    }
+    # Losses are 4 and 3 against 4 and 3.5 with both seeds.
+    assert report["arms"][0]["mean_loss_gap"] == {
+        "mean": 0.25,
+        "low": 0.25,
+        "high": 0.25,
+        "values": 2,
+        "confidence": 0.95,
+    }
+    assert "over 2 seeds the loss of fsdp+low is on average 0.25 above fsdp+mixed" in report["verdict"]
