@@ -71,7 +71,7 @@ test test-fast unit distributed: export OMP_NUM_THREADS := 1
 .PHONY: unit
 unit: $(STAMP) ## tests without ranks
 	$(stage) 'tests without ranks'
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/architecture
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(SELECTED) tests/unit tests/architecture
 
 .PHONY: distributed
 distributed: $(STAMP) ## tests with real ranks
@@ -83,6 +83,7 @@ test: lint unit distributed ## every check (under 25 minutes on 2 cores)
 	$(stage) 'every check passed'
 
 .PHONY: test-fast
+test-fast: SELECTED := -m 'not slow'
 test-fast: lint unit ## the checks for every edit (under 2 minutes)
 	$(stage) 'the fast checks passed'
 

@@ -55,7 +55,12 @@ def _engine(order: Order, recipe: Recipe, model: torch.nn.Module) -> Any:
         own = optim.factory(recipe.train.optimizer, rounding="nearest", seed=recipe.train.seed)(named)
     if order.tool == "accelerate":
         return _by_accelerate(order.config, model, own)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=own, model_parameters=trainable, config=order.config)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=own,
+        model_parameters=trainable,  # type: ignore[arg-type]
+        config=order.config,
+    )
     return engine
 
 

@@ -304,6 +304,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_the_model_is_never_in_memory(tmp_path: Path, lora: dict[str, Any] | None) -> None:
     """118 MB of weights in tensors of at most 3 MB: a process that exports them grows by far less."""

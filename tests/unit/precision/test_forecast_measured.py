@@ -68,6 +68,7 @@ def trained(lr: float) -> tuple[list[Weights], dict[int, tuple[float, float]]]:
     return loaded, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [1e-5, 1e-4])
 def test_forecast_is_near_what_happens(lr: float) -> None:
     loaded, measured = trained(lr)

@@ -44,6 +44,7 @@ def test_tensorboard(folder: Path) -> None:
     assert held_out == {row["step"]: pytest.approx(row["loss"], rel=1e-6) for row in evaluations}
 
 
+@pytest.mark.slow
 def test_trackio(folder: Path) -> None:
     pytest.importorskip("trackio")
     change(folder, {"log.trackers": ["trackio"], "train.steps": 3})
