@@ -170,6 +170,7 @@ def test_bad_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be loaded" in refused(capsys)
 
 
+@pytest.mark.slow
 def test_a_model_of_70_billion_parameters_takes_no_room(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(LARGE)
     command = [sys.executable, "-m", "samestep", "plan", "r.yaml", "--json", "--device-memory", "80GB"]
