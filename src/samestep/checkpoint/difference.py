@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from samestep.checkpoint.manifest import Manifest, StoredTensor, damages, read_manifest
+from samestep.checkpoint.manifest import StoredTensor, intact_manifest
 from samestep.checkpoint.tensors import whole_tensors
-from samestep.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +26,7 @@ class Difference:
 def differences(one: Path, other: Path) -> list[Difference]:
     """Every tensor that is not bit-equal in two checkpoint folders, by name. Raises CheckpointError, also for
     files that are not as they were written."""
-    a, b = (_whole(folder).tensors for folder in (one, other))
+    a, b = (intact_manifest(folder).tensors for folder in (one, other))
     found = [Difference(name=name, what="only in the first") for name in sorted(a.keys() - b.keys())]
     found += [Difference(name=name, what="only in the second") for name in sorted(b.keys() - a.keys())]
     both = sorted(a.keys() & b.keys())
@@ -43,13 +42,6 @@ def differences(one: Path, other: Path) -> list[Difference]:
             finite = gap if math.isfinite(gap) else None
             found.append(Difference(name=name, what="other values", gap=finite, elements=int(differing)))
     return sorted(found, key=lambda difference: difference.name)
-
-
-def _whole(folder: Path) -> Manifest:
-    manifest = read_manifest(folder)
-    if found := damages(folder, manifest):
-        raise CheckpointError(f"is damaged: {found[0]}", where=str(folder), remedy="Take another checkpoint.")
-    return manifest
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

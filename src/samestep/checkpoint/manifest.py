@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from samestep.errors import CheckpointError
+from samestep.recipe.schema import Recipe
 
 NAME = "manifest.json"
 VERSION = 1
@@ -145,6 +146,26 @@ def damages(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) 
         elif stored.sha256 != wanted.sha256:
             found.append(f"{name}: other contents than were written (digest)")
     return found
+
+
+def intact_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all as they were written. Raises CheckpointError for any other."""
+    manifest = read_manifest(folder)
+    if found := damages(folder, manifest):
+        raise CheckpointError(f"is damaged: {found[0]}", where=str(folder), remedy="Take another checkpoint.")
+    return manifest
+
+
+def stored_recipe(folder: Path, manifest: Manifest) -> Recipe:
+    """The resolved recipe of a checkpoint's run. Raises CheckpointError when this version cannot read it."""
+    try:
+        return Recipe.model_validate(manifest.recipe)
+    except ValueError as error:
+        raise CheckpointError(
+            "holds a recipe that this version does not know",
+            where=str(folder),
+            remedy="Use the version of samestep that wrote it.",
+        ) from error
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -6,7 +6,8 @@ No rank holds a whole tensor for it: each writes the boxes of its own slices, an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from samestep.checkpoint.boxes import Box, boxes
 from samestep.checkpoint.manifest import StoredTensor
 from samestep.checkpoint.metadata import read_metadata
-from samestep.checkpoint.writer import Writer
+from samestep.checkpoint.writer import Part, Planner, Writer
 from samestep.engines.protocol import Shard
 from samestep.errors import CheckpointError, OutputError
 
@@ -50,7 +39,9 @@ def write_tensors(folder: Path, shards: Sequence[Shard], group: dist.ProcessGrou
 
     Every element must come from one rank only. Raises OutputError, on all ranks, when one cannot write.
     """
-    planner = _SavePlanner(shards)
+    planner = Planner(
+        _part(shard, box) for shard in shards for box in boxes(shard.shape, shard.start, shard.values.numel())
+    )
     try:
         dcp.save({}, storage_writer=Writer(folder), planner=planner, process_group=group)
     except CheckpointException as error:
@@ -97,33 +88,6 @@ def _read(folder: Path, batch: list[Shard]) -> Iterator[tuple[str, torch.Tensor]
         read_tensors(folder, batch, alone=True)
     for shard in batch:
         yield shard.name, shard.values.view(shard.shape)
-
-
-class _SavePlanner(SavePlanner):
-    def __init__(self, shards: Iterable[Shard]) -> None:
-        self._views = {
-            (shard.name, box.offsets): (shard, box)
-            for shard in shards
-            for box in boxes(shard.shape, shard.start, shard.values.numel())
-        }
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        pass  # the shards say it all
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(shard, box) for shard, box in self._views.values()])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        shard, box = self._views[write_item.index.fqn, tuple(write_item.index.offset or ())]
-        return _view(shard, box)
 
 
 class _LoadPlanner(LoadPlanner):
@@ -195,16 +159,14 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-def _write_item(shard: Shard, box: Box) -> WriteItem:
-    offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
-    return WriteItem(
-        index=MetadataIndex(shard.name, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets, sizes),
-            properties=TensorProperties(dtype=shard.values.dtype),
-            size=torch.Size(shard.shape),
-        ),
+def _part(shard: Shard, box: Box) -> Part:
+    return Part(
+        name=shard.name,
+        shape=shard.shape,
+        dtype=shard.values.dtype,
+        offsets=box.offsets,
+        sizes=box.sizes,
+        read=partial(_view, shard, box),
     )
 
 

@@ -45,9 +45,7 @@ def check(out: Path, *, overwrite: bool) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         there = [name for name in (REPORT, PAGE, PICTURE) if (out / name).exists()]
-        probe = out / ".probe"
-        probe.write_bytes(b"")
-        probe.unlink()
+        folder.probe(out)
     except OSError as error:
         raise OutputError(
             f"cannot be written: {error.strerror or error}.", where=str(out), remedy="Choose another with --out."

@@ -174,9 +174,7 @@ def _prepare(out: Path, *, overwrite: bool) -> None:
             shutil.rmtree(run)
         for file in files:
             file.unlink()
-        probe = out / ".probe"
-        probe.write_bytes(b"")
-        probe.unlink()
+        folder.probe(out)
     except OSError as error:
         raise OutputError(
             f"cannot be written: {error.strerror or error}.", where=str(out), remedy="Choose another with --out."

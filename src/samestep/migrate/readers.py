@@ -9,7 +9,7 @@ from samestep.errors import RecipeError
 from samestep.migrate.accelerate_reader import read_accelerate_file
 from samestep.migrate.deepspeed_meaning import read_deepspeed
 from samestep.migrate.deepspeed_table import DEEPSPEED
-from samestep.migrate.reading import Part, Reading, look_up
+from samestep.migrate.reading import Part, Reading, look_up, read_with
 from samestep.migrate.rows import Meaning
 from samestep.migrate.samestep_table import read_samestep, samestep_table
 from samestep.migrate.source import MigrationError, Source, recipe_leaves
@@ -42,15 +42,7 @@ def _deepspeed(source: Source, given: Given) -> Reading:
     carried = {"deepspeed": {path: readable(row, under[path]) for path, row in known.items()}}
     origins = {"deepspeed": {path: names[path] for path in known}}
     meaning = Meaning(settings=tuple(values.settings), carried=carried, origins=origins, whole="deepspeed")
-    return Reading(
-        kind="deepspeed",
-        leaves=leaves,
-        rows=rows,
-        meaning=meaning,
-        findings=findings + values.findings,
-        asked=values.asked,
-        unknown=unknown,
-    )
+    return read_with("deepspeed", leaves, (rows, findings, unknown), values, meaning)
 
 
 def _autos(values: Values) -> list[Any]:

@@ -8,8 +8,11 @@ from typing import Any
 
 from samestep.migrate.rows import Finding, Meaning, Row, Table
 from samestep.migrate.source import Source
-from samestep.migrate.values import AUTO, Unreadable, read_value
+from samestep.migrate.values import AUTO, Unreadable, Values, read_value
 from samestep.recipe.suggest import did_you_mean
+
+LookedUp = tuple[dict[str, Row | None], list[Finding], dict[str, str]]
+"""What `look_up` gives."""
 
 
 @dataclass
@@ -26,6 +29,20 @@ class Reading:
     """Fields of the recipe that the source leaves to its script."""
     unknown: dict[str, str] = field(default_factory=dict)
     """What to say about leaves without a row."""
+
+
+def read_with(kind: str, leaves: dict[str, Any], looked_up: LookedUp, values: Values, meaning: Meaning) -> Reading:
+    """The reading of a source whose fields `values` has given their meaning."""
+    rows, findings, unknown = looked_up
+    return Reading(
+        kind=kind,
+        leaves=leaves,
+        rows=rows,
+        meaning=meaning,
+        findings=findings + values.findings,
+        asked=values.asked,
+        unknown=unknown,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +62,7 @@ class Part:
         return self.names.get(path, path)
 
 
-def look_up(source: Source, parts: list[Part]) -> tuple[dict[str, Row | None], list[Finding], dict[str, str]]:
+def look_up(source: Source, parts: list[Part]) -> LookedUp:
     """The rows of all leaves, what is wrong with each leaf by itself, and what to say about unknown ones."""
     rows: dict[str, Row | None] = {}
     findings: list[Finding] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from samestep.migrate.reading import Part, Reading, look_up
+from samestep.migrate.reading import Part, Reading, look_up, read_with
 from samestep.migrate.rows import Meaning
 from samestep.migrate.source import Source
 from samestep.migrate.torchtitan_table import TORCHTITAN
@@ -24,15 +24,7 @@ def read_torchtitan_file(source: Source, given: dict[str, object]) -> Reading:
         _training(values)
         _checkpoints(values)
     meaning = Meaning(settings=tuple(values.settings))
-    return Reading(
-        kind="torchtitan",
-        leaves=leaves,
-        rows=rows,
-        meaning=meaning,
-        findings=findings + values.findings,
-        asked=values.asked,
-        unknown=unknown,
-    )
+    return read_with("torchtitan", leaves, (rows, findings, unknown), values, meaning)
 
 
 def _engine(v: Values) -> int | None:

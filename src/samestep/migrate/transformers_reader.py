@@ -9,7 +9,7 @@ from samestep.migrate.accelerate_reader import DeepSpeedPart, json_of
 from samestep.migrate.accelerate_table import ACCELERATE
 from samestep.migrate.deepspeed_meaning import read_deepspeed
 from samestep.migrate.deepspeed_table import DEEPSPEED
-from samestep.migrate.reading import Part, Reading, look_up
+from samestep.migrate.reading import Part, Reading, look_up, read_with
 from samestep.migrate.rows import Finding, Meaning, Setting
 from samestep.migrate.source import Source, flatten
 from samestep.migrate.transformers_meaning import read_arguments
@@ -57,29 +57,14 @@ def read_transformers_file(source: Source, given: dict[str, Any]) -> Reading:
         leaves |= {names[path]: value for path, value in config.items()}
     fsdp = _fsdp_values(source, sections["fsdp_config"], given)
     if fsdp.names:
-        parts.append(
-            Part(
-                table=ACCELERATE,
-                leaves={path: fsdp.given[path] for path in fsdp.names},
-                names=fsdp.names,
-                texts_are_numbers=True,
-            )
-        )
+        parts.append(_fsdp_part(fsdp))
         leaves |= {name: fsdp.given[path] for path, name in fsdp.names.items()}
     rows, findings, unknown = look_up(source, parts)
     if not any(found.severity == "error" for found in [*findings, *values.findings]):
         read_arguments(values)
         _read_engine(values, fsdp, deepspeed)
     meaning = Meaning(settings=tuple(_last_word(values.settings)))
-    return Reading(
-        kind="transformers",
-        leaves=leaves,
-        rows=rows,
-        meaning=meaning,
-        findings=findings + values.findings,
-        asked=values.asked,
-        unknown=unknown,
-    )
+    return read_with("transformers", leaves, (rows, findings, unknown), values, meaning)
 
 
 def read_fsdp_config_file(source: Source, given: dict[str, Any]) -> Reading:
@@ -87,24 +72,19 @@ def read_fsdp_config_file(source: Source, given: dict[str, Any]) -> Reading:
     fsdp = _fsdp_values(source, source.data, given, prefix="")
     fsdp.given = {"distributed_type": "FSDP", **fsdp.given}
     leaves = {name: fsdp.given[path] for path, name in fsdp.names.items()}
-    part = Part(
+    rows, findings, unknown = look_up(source, [_fsdp_part(fsdp)])
+    if not any(found.severity == "error" for found in findings):
+        read_fsdp(fsdp)
+    meaning = Meaning(settings=tuple(fsdp.settings))
+    return read_with("fsdp-config", leaves, (rows, findings, unknown), fsdp, meaning)
+
+
+def _fsdp_part(fsdp: Values) -> Part:
+    return Part(
         table=ACCELERATE,
         leaves={path: fsdp.given[path] for path in fsdp.names},
         names=fsdp.names,
         texts_are_numbers=True,
-    )
-    rows, findings, unknown = look_up(source, [part])
-    if not any(found.severity == "error" for found in findings):
-        read_fsdp(fsdp)
-    meaning = Meaning(settings=tuple(fsdp.settings))
-    return Reading(
-        kind="fsdp-config",
-        leaves=leaves,
-        rows=rows,
-        meaning=meaning,
-        findings=findings + fsdp.findings,
-        asked=fsdp.asked,
-        unknown=unknown,
     )
 
 

@@ -13,7 +13,7 @@ from samestep import models, optim
 from samestep.checkpoint.converting import torch_state, universal
 from samestep.checkpoint.converting.contents import Contents, Group
 from samestep.checkpoint.importing.match import target_of
-from samestep.checkpoint.manifest import damages, read_manifest
+from samestep.checkpoint.manifest import Manifest, intact_manifest, stored_recipe
 from samestep.checkpoint.state import master_names
 from samestep.engines import build
 from samestep.errors import CheckpointError, OutputError
@@ -37,23 +37,19 @@ def convert(source: Path, out: Path, *, to: str, overwrite: bool) -> list[str]:
         raise OutputError("is there already.", where=str(out), remedy="Choose another --out, or give --overwrite.")
     if out.exists() and not any((out / name).is_file() for name in (torch_state.FILE, "latest_universal")):
         raise OutputError("is not a converted checkpoint.", where=str(out), remedy="--overwrite replaces those only.")
-    manifest = read_manifest(source)
-    if found := damages(source, manifest):
-        raise CheckpointError(f"is damaged: {found[0]}", where=str(source), remedy="Take another checkpoint.")
-    contents = _contents(source, Recipe.model_validate(manifest.recipe))
+    manifest = intact_manifest(source)
+    contents = _contents(source, manifest, stored_recipe(source, manifest))
     if to == "deepspeed-universal" and contents.keys != ["exp_avg", "exp_avg_sq"]:
         raise CheckpointError(
             f"has {' and '.join(contents.keys) or 'no optimizer state'}; universal checkpoints are of AdamW",
             where=str(source),
             remedy="Convert it --to torch.",
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
     folder.write_folder(out, partial(FORMATS[to], contents))
     return contents.left
 
 
-def _contents(source: Path, recipe: Recipe) -> Contents:
-    manifest = read_manifest(source)
+def _contents(source: Path, manifest: Manifest, recipe: Recipe) -> Contents:
     model = models.load_meta_model(recipe.model, attention=recipe.model.attention)
     target = target_of(model, keys=(), dtype=torch.float32)
     if strange := sorted(master_names(list(manifest.tensors)) ^ target.trainable.keys()):

@@ -14,7 +14,7 @@ from samestep import models
 from samestep.checkpoint import export as exports
 from samestep.checkpoint.dropped import Dropped
 from samestep.checkpoint.export import Put, Target, Wanted, gather_weights, keep_what_is_exported
-from samestep.checkpoint.manifest import Manifest, damages, read_manifest
+from samestep.checkpoint.manifest import intact_manifest, stored_recipe
 from samestep.checkpoint.state import master_key, master_names
 from samestep.checkpoint.tensors import whole_tensors
 from samestep.dtypes import DTYPES
@@ -101,10 +101,8 @@ def export_checkpoint(
     when the run's model cannot be loaded any more.
     """
     _refuse_place(out, overwrite=overwrite)
-    manifest = read_manifest(source)
-    if found := damages(source, manifest):
-        raise CheckpointError(f"is damaged: {found[0]}", where=str(source), remedy="Take another checkpoint.")
-    recipe = _recipe(source, manifest)
+    manifest = intact_manifest(source)
+    recipe = stored_recipe(source, manifest)
     if merge and recipe.model.lora is None:
         raise CheckpointError("has no adapters to merge", where=str(source), remedy="Leave out --merge.")
     tokenizer = models.load_tokenizer(recipe.model)
@@ -124,10 +122,6 @@ def export_checkpoint(
                 put(name, whole)
         tokenizer.save_pretrained(place)
 
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot be written: {error.strerror}", where=str(out)) from error
     folder.write_folder(out, fill)
 
 
@@ -138,17 +132,6 @@ def _refuse_place(out: Path, *, overwrite: bool) -> None:
     models_own = ("config.json", "adapter_config.json")
     if out.exists() and not any((out / name).is_file() for name in models_own):
         raise OutputError("is not a model's folder.", where=str(out), remedy="--overwrite replaces models only.")
-
-
-def _recipe(source: Path, manifest: Manifest) -> Recipe:
-    try:
-        return Recipe.model_validate(manifest.recipe)
-    except ValueError as error:
-        raise CheckpointError(
-            "holds a recipe that this version does not know",
-            where=str(source),
-            remedy="Use the version of samestep that wrote it.",
-        ) from error
 
 
 def _wanted(

@@ -143,9 +143,14 @@ def _clear(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    probe = folder / _PROBE
-    probe.write_bytes(b"")
-    probe.unlink()
+    probe(folder)
+
+
+def probe(folder: Path) -> None:
+    """Sees that files can be written into a folder. Raises OSError."""
+    file = folder / _PROBE
+    file.write_bytes(b"")
+    file.unlink()
 
 
 def keep_lines(path: Path, step: int) -> list[dict[str, Any]]:
@@ -199,7 +204,7 @@ def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
     partial = path.with_name(_partial(path.name))
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        partial.mkdir(parents=True)
         fill(partial)
         if path.exists():
             shutil.rmtree(path)

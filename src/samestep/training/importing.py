@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from samestep import models
 from samestep.checkpoint import store
@@ -62,10 +63,9 @@ def import_checkpoint(
     if out.is_dir() and any(out.iterdir()):
         raise OutputError("is not empty.", where=str(out), remedy="Choose another --out.")
     source = recognise.read(path, kind)
-    course = _course(recipe)
+    course, model = _course(recipe)
     recipe, plan = course.recipe, course.plan
     try:
-        model = models.load_meta_model(recipe.model, attention=recipe.model.attention)
         target = target_of(model, keys=_keys(recipe.train.optimizer), dtype=plan.master)
         matched = match(source, target, order=_order(order))
         updates = _updates(source, matched, recipe, step)
@@ -89,14 +89,14 @@ def import_checkpoint(
     )
 
 
-def _course(recipe: Recipe) -> Course:
-    """What a run of the recipe would be, but for its weights."""
+def _course(recipe: Recipe) -> tuple[Course, nn.Module]:
+    """What a run of the recipe would be, but for its weights, and its model on the meta device."""
     models.check_config(recipe.model)
     tokenizer = models.load_tokenizer(recipe.model)
     loader = setup.training_loader(prepare(recipe.data, tokenizer, seed=recipe.train.seed), recipe, tokenizer)
     model = models.load_meta_model(recipe.model, attention=recipe.model.attention)
     resolved = setup.resolved(recipe, model, setup.total_steps(recipe, loader))
-    return Course(recipe=resolved, plan=build.resolve_plan(resolved, model), loader=loader)
+    return Course(recipe=resolved, plan=build.resolve_plan(resolved, model), loader=loader), model
 
 
 def _keys(optimizer: Optimizer) -> tuple[str, ...]:
