@@ -120,6 +120,34 @@ def test_no_process_survives_the_comparison(folder: Path, number: signal.Signals
     assert steps.stat().st_size
 
 
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc to find processes")
+def test_a_killed_comparison_goes_on_where_it_was(folder: Path) -> None:
+    arguments = ("--engines", "single,ddp", "--no-picture")
+    running = start(folder, *arguments)
+    first, second = (folder / "c" / f"{engine}+mixed" for engine in ("single", "ddp"))
+    try:
+        while not second.exists():
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.05)
+    finally:
+        running.kill()
+    running.communicate(timeout=120)
+    deadline = time.monotonic() + 120
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    kept = [first / name for name in ("steps.jsonl", "summary.json")]
+    done = [(path.stat().st_mtime_ns, path.read_bytes()) for path in kept]
+    assert not (folder / "c" / "compare.json").exists()
+
+    resumed = start(folder, *arguments, "--resume")
+    out, err = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, out + err
+    assert done == [(path.stat().st_mtime_ns, path.read_bytes()) for path in kept]
+    (pair,) = json.loads((folder / "c" / "compare.json").read_text())["pairs"]
+    assert pair["bit_equal"] is True
+    assert len((second / "steps.jsonl").read_text().splitlines()) == 3
+
+
 def test_a_variant_that_cannot_run_says_why_once(folder: Path) -> None:
     (folder / "rows.jsonl").write_text('{"text": "a b"}\n{"text": \n')
     running = start(folder, "--engines", "single,ddp", "--no-picture")

@@ -74,6 +74,8 @@ def check_equal(unbroken: Path, out: Path) -> None:
     assert ours["status"] == "completed"
     for key in ("first_loss", "last_loss", "weights_sha256"):
         assert ours[key] == theirs[key]
+    looked = [json.loads((folder / "precision.json").read_text())["forecast"] for folder in (out, unbroken)]
+    assert looked[0] == looked[1] is not None
 
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "fsdp"), ("zero3", "ddp"), ("hsdp", "zero1")])

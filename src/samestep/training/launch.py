@@ -83,6 +83,7 @@ def _launch(request: Request, port: int | None) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    world.require_room(request.recipe.engine.ranks)
     endpoint = f"localhost:{port or 0}"
     if port is not None:
         _require_free(port)

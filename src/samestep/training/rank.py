@@ -74,6 +74,8 @@ class _Run:
         self.rates = learning_rates(self.recipe, self.total_steps)
         looks_ahead = here.is_main and request.resume is None
         self.outlook = outlook(self.recipe, self.plan, model, self.rates) if looks_ahead else None
+        earlier = report.earlier_forecast(self.out / "precision.json") if here.is_main and request.resume else None
+        self.forecast = described(self.outlook) if self.outlook else earlier
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
         course = Course(recipe=self.recipe, plan=self.plan, loader=self.loader)
@@ -175,7 +177,7 @@ class _Run:
                 self.out / "precision.json",
                 self.plan,
                 shared_by=self._shared_by,
-                forecast=described(self.outlook) if self.outlook else None,
+                forecast=self.forecast,
                 facts=self.facts,
                 violations=self.violations,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -84,6 +85,17 @@ def write_precision(
         "upcast": upcast_sentence(plan, shared_by=shared_by),
     }
     folder.write_json(path, content)
+
+
+def earlier_forecast(path: Path) -> dict[str, Any] | None:
+    """The forecast that the first start of a run wrote to `path`; None when there is none.
+
+    A run that goes on does not look ahead again: its weights are no longer those it started from.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["forecast"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def vanished_sentences(recipe: Recipe, plan: Plan, shares: Shares | None, export: dict[str, Any] | None) -> list[str]:

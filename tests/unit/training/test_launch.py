@@ -13,7 +13,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from samestep.errors import SamestepError
+from samestep import world
+from samestep.errors import EngineError, SamestepError
 from samestep.training import launch, worker
 
 BROKEN = "unexpected RuntimeError at reduction.py:1: Connection closed by peer"
@@ -103,3 +104,9 @@ def test_a_rank_ends_with_its_launcher(launcher_lives: bool) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert asked == ([] if launcher_lives else [signal.SIGTERM])
+
+
+def test_more_ranks_than_the_machine_holds_are_refused_before_any_starts() -> None:
+    with pytest.raises(EngineError, match=r"100000 ranks need 25,000 GiB|has no device"):
+        world.require_room(100_000)
+    world.require_room(1)
