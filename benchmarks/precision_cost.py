@@ -76,7 +76,9 @@ def measure(engine: str, regime: str, here: world.World, clock: Clock) -> dict[s
     looked = clock.take()
     torch.manual_seed(here.rank)
     tokens = torch.randint(0, 8192, (4, 512))
-    batch = Batch(input_ids=tokens, labels=tokens, position_ids=None, document_ids=None)
+    batch = Batch(
+        input_ids=tokens, labels=tokens, position_ids=None, document_ids=None, label_tokens=4 * 511, tokens=4 * 512
+    )
     data: Any = SimpleNamespace(micro_steps=1, label_tokens=4 * 511 * here.size, batch=lambda _micro, _rank: batch)
     rows = []
     for index in range(STEPS):

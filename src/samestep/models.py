@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import textwrap
 from collections.abc import Callable
@@ -30,8 +31,12 @@ from samestep.dtypes import DTYPES
 from samestep.errors import EngineError, ModelError
 from samestep.recipe.schema import Lora
 from samestep.recipe.schema import Model as ModelRecipe
+from samestep.recipe.suggest import nearest
 
 transformers_logging.disable_progress_bar()
+
+# What the models of transformers call their tables of learned positions.
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +200,18 @@ def _config(recipe: ModelRecipe) -> PretrainedConfig:
     """The config that the recipe spells out."""
     settings = dict(recipe.config or {})
     try:
-        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     except Exception as error:
         raise _no_model(error, "model.config") from error
+    # transformers keeps settings that it does not know, and takes its default for what was meant. Some are other
+    # programs' own, so only what looks like a misspelt name is refused.
+    known = {*type(config)().to_dict(), *config.attribute_map, *inspect.signature(type(config)).parameters}
+    for name in settings:
+        if name not in known and (meant := nearest(name, known, cutoff=0.85)) and meant not in settings:
+            raise ModelError(
+                f"{config.model_type} has no setting `{name}` - did you mean {meant}?", where="model.config"
+            )
+    return config
 
 
 def _no_model(error: Exception, field: str) -> ModelError:
@@ -238,8 +252,10 @@ def _from_source(load: Callable[[], Any], source: str, what: str, field: str) ->
 def _first_line(error: BaseException) -> str:
     if "ignore_mismatched_sizes" in str(error):
         return "its files have weights of other shapes than its config says"
-    lines = str(error).strip().splitlines()
-    return textwrap.shorten(lines[0], 300, placeholder=" ...") if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    # A first line that ends so has the reason in those after it.
+    said = " ".join(lines) if lines[0].rstrip(".").endswith(":") else lines[0]
+    return textwrap.shorten(said, 300, placeholder=" ...")
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Module:
@@ -262,6 +278,16 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Modul
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ModelError(_first_line(error), where="model.lora.target_modules") from error
+
+
+def learned_positions(model: nn.Module) -> int | None:
+    """Positions that the model has an embedding for; None where positions are computed (rotary and the like)."""
+    tables = [
+        module.num_embeddings - int(getattr(module, "offset", 0))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+    ]
+    return min(tables, default=None)
 
 
 def is_adapter(name: str) -> bool:

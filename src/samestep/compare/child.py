@@ -94,7 +94,8 @@ class Child:
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Generator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that children are ended on the way out."""
+    """SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does, so that children are ended on the way out.
+    A SIGHUP that nohup has had ignored stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,11 +103,15 @@ def interrupted_by_sigterm() -> Generator[None]:
     def handle(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, handle)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if number == signal.SIGTERM or handler != signal.SIG_IGN:
+            signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -49,6 +49,12 @@ class Examples:
         """The largest id that occurs: the model's vocabulary has to be larger."""
         return int(self.tokens.max())
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row; packed, of the longest document, since positions start anew in each."""
+        starts = self.row_starts if self.document_starts is None else self.document_starts
+        return int(np.diff(starts).max())
+
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [tokens] and counts bool [tokens] of a row; views."""
         span = slice(self.row_starts[index], self.row_starts[index + 1])

@@ -23,7 +23,7 @@ Steps = Annotated[int, Field(gt=0, le=10_000_000)]
 Threads = Annotated[int, Field(gt=0, le=1024)]
 Seconds = Annotated[int, Field(gt=0, le=10_000_000)]
 # A weight decay or rate beyond the range of fp32 would fail deep inside the optimizer.
-Rate = Annotated[float, Field(ge=0, le=1e38)]
+Rate = Annotated[float, Field(ge=0, le=1e36)]
 Epochs = Annotated[float, Field(gt=0, le=1e6)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
@@ -268,7 +268,7 @@ class Optimizer(Section):
     """adamw: added to the root of the second moment."""
     momentum: Fraction = 0.0
     """sgd: momentum."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Rate = 0.0
     """Decoupled (adamw) or L2 (sgd) weight decay."""
     no_decay: list[str] = ["*.bias", "*norm*"]
     """Glob patterns of parameter names that are not decayed."""

@@ -65,7 +65,7 @@ class _Run:
         self.loader = setup.training_loader(self.data, recipe, self.tokenizer)
         self.total_steps = setup.total_steps(recipe, self.loader)
         model = loading.load_model(recipe, here)
-        setup.check_vocabulary(model, self.data)
+        setup.check_embeddings(model, self.data)
         self.recipe = setup.resolved(recipe, model, self.total_steps)
         self.plan = build.resolve_plan(self.recipe, model)
         self.unused = models.unused_weights(model)

@@ -62,8 +62,8 @@ def total_steps(recipe: Recipe, loader: Loader) -> int:
     return steps
 
 
-def check_vocabulary(model: torch.nn.Module, data: Prepared) -> None:
-    """Raises ModelError when the data has tokens that the model has no embedding for."""
+def check_embeddings(model: torch.nn.Module, data: Prepared) -> None:
+    """Raises ModelError when the data has tokens, or rows so long, that the model has no embedding for."""
     largest = max(part.largest_token_id for part in (data.train, data.held_out) if part is not None)
     size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if largest >= size:
@@ -71,6 +71,14 @@ def check_vocabulary(model: torch.nn.Module, data: Prepared) -> None:
             f"the tokenizer makes token {largest}, but the model's vocabulary has {size}",
             where="model.tokenizer",
             remedy="Use the tokenizer that belongs to the model.",
+        )
+    longest = max(part.longest for part in (data.train, data.held_out) if part is not None)
+    learned = models.learned_positions(model)
+    if learned is not None and longest > learned:
+        raise ModelError(
+            f"a row has {longest} tokens, but the model has learned {learned} positions",
+            where="data.max_tokens",
+            remedy=f"Set it to {learned} or less.",
         )
 
 

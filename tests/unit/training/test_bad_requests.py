@@ -226,7 +226,26 @@ FIELDS = [
     ({"model.path": None, "model.config": {"model_type": "no_such"}, "model.tokenizer": "model"}, "model.config"),
     (
         {"model.path": None, "model.config": {"model_type": "llama", "hidden_size": "x"}, "model.tokenizer": "model"},
-        "model.config",
+        "hidden_size",
+    ),
+    (
+        {"model.path": None, "model.config": {"model_type": "llama", "hiden_size": 8}, "model.tokenizer": "model"},
+        "model.config: llama has no setting `hiden_size` - did you mean hidden_size?",
+    ),
+    (
+        {
+            "model.path": None,
+            "model.config": {
+                "model_type": "gpt2",
+                "n_positions": 2,
+                "n_embd": 8,
+                "n_layer": 1,
+                "n_head": 2,
+                "vocab_size": 64,
+            },
+            "model.tokenizer": "model",
+        },
+        "tokens, but the model has learned 2 positions. Set it to 2 or less",
     ),
 ]
 
