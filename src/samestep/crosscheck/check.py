@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.crosscheck.side import MODEL, RANKS, STEPS, Observed, Order
-from samestep.errors import RunError
+from samestep.crosscheck.configs import launcher, runnable
+from samestep.crosscheck.launch import run_side
+from samestep.crosscheck.side import LAYER, MODEL, RANKS, STEPS, Observed, Tool
 from samestep.migrate import Migration, MigrationError, Source, migrate, tables
 from samestep.migrate.reading import Reading
-from samestep.migrate.source import flatten, nest
+from samestep.migrate.source import nest
 from samestep.recipe import parse
 from samestep.recipe.document import parse_text
 from samestep.recipe.schema import Data, Model, OffloadParts, Recipe
 
+Runner = Callable[[Tool, Recipe, dict[str, Any]], Observed]
 Verdict = Literal["equal", "reported", "different", "unseen"]
 # What a script would say where the configuration does not; the same on both sides.
 _SCRIPT: dict[str, Any] = {
@@ -49,9 +47,6 @@ _TOPICS = {
     "updates": "precision",
     "losses": "",
 }
-# Sections that only write files, or that a tiny model on a CPU cannot have.
-_LEFT_OUT = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "aio",
-             "compile", "checkpoint", "elasticity", "nebula", "train_batch_size")  # fmt: skip
 _SIXTEEN_BIT = 1e-3
 _EXACT = 1e-5
 
@@ -66,14 +61,16 @@ class Compared:
     verdict: Verdict
 
 
-def check(source: Source, reading: Reading, migration: Migration, given: dict[str, Any]) -> list[Compared]:
+def check(
+    source: Source, reading: Reading, migration: Migration, given: dict[str, Any], run: Runner = run_side
+) -> list[Compared]:
     """Compares `migration` with its source by running both. MigrationError when a side cannot be run here."""
     recipe = _recipe(source, reading, given)
-    left = _side_of_source(reading)
-    right = _side_of_target(migration)
+    left = _side_of_source(source, reading, recipe)
+    right = _side_of_target(migration, recipe)
     if left[0] == right[0] == "samestep":
         raise MigrationError("source and target are the same recipe.", remedy="Choose another --to.")
-    sides = [_run(tool, recipe, config) for tool, config in (left, right)]
+    sides = [run(tool, recipe, config) for tool, config in (left, right)]
     return compared(*sides, lossy=_lossy_topics(migration, reading), sixteen_bit=recipe.precision.regime != "full")
 
 
@@ -115,7 +112,8 @@ def _recipe(source: Source, reading: Reading, given: dict[str, Any]) -> Recipe:
         flags = " ".join(f"--set {path}=..." for path in first.missing)
         raise MigrationError("does not say everything.", where=str(source.path), remedy=f"Give also: {flags}")
     recipe = parse(first.text, source=str(source.path))
-    engine: dict[str, Any] = {"ranks": RANKS, "unit_classes": None, "ignored_modules": [], "shard_ranks": None}
+    ranks = 1 if recipe.engine.name == "single" else RANKS
+    engine: dict[str, Any] = {"ranks": ranks, "unit_classes": None, "ignored_modules": [], "shard_ranks": None}
     if isinstance(recipe.engine.offload, OffloadParts):
         engine["offload"] = "none"
     train = recipe.train
@@ -131,76 +129,34 @@ def _recipe(source: Source, reading: Reading, given: dict[str, Any]) -> Recipe:
     )
 
 
-def _side_of_source(reading: Reading) -> tuple[str, dict[str, Any]]:
+def _side_of_source(source: Source, reading: Reading, recipe: Recipe) -> tuple[Tool, dict[str, Any]]:
     if reading.kind == "samestep":
         return "samestep", {}
-    if reading.meaning.whole != "deepspeed":
-        what = f"a configuration of this kind ({reading.kind}, without DeepSpeed) cannot be run on CPU ranks."
-        raise MigrationError(what, remedy="Leave out --check.")
-    return reading.kind, nest(reading.meaning.carried["deepspeed"])
+    if reading.kind == "deepspeed":
+        return "deepspeed", runnable(nest(reading.meaning.carried["deepspeed"]), recipe)
+    if reading.kind == "accelerate":
+        return "accelerate", _launched(source.data, recipe, source.path.parent)
+    what = (
+        f"--check does not run configurations of this kind ({reading.kind}): only samestep, DeepSpeed and Accelerate."
+    )
+    raise MigrationError(what, where=str(source.path), remedy="Leave out --check.")
 
 
-def _side_of_target(migration: Migration) -> tuple[str, dict[str, Any]]:
+def _side_of_target(migration: Migration, recipe: Recipe) -> tuple[Tool, dict[str, Any]]:
     if migration.target == "samestep":
         return "samestep", {}
     if migration.target == "deepspeed":
-        return "deepspeed", json.loads(migration.text)
-    if migration.target == "accelerate-deepspeed":
-        inside = parse_text(migration.text, "the migrated configuration").data
-        return "accelerate", json.loads(inside["deepspeed_config"]["deepspeed_config_file"])
-    raise MigrationError(f"{migration.target} cannot be run on CPU ranks.", remedy="Leave out --check.")
+        return "deepspeed", runnable(json.loads(migration.text), recipe)
+    written = parse_text(migration.text, "the migrated configuration").data
+    return "accelerate", _launched(written, recipe, Path())
 
 
-def runnable(config: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """What the check runs of a DeepSpeed configuration: no offload, logging, `auto` or compiled kernels."""
-    leaves = {path: value for path, value in flatten(config) if value != "auto"}
-    kept = {path: value for path, value in leaves.items() if path.split(".")[0] not in _LEFT_OUT}
-    kept = {path: value for path, value in kept.items() if "offload" not in path}
-    kept |= {
-        "train_micro_batch_size_per_gpu": recipe.train.micro_batch,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    kept.setdefault("gradient_accumulation_steps", recipe.train.accumulation)
-    if str(kept.get("optimizer.type", "")).lower() in ("adam", "adamw"):
-        kept["optimizer.params.torch_adam"] = True
-    for name in ("bf16", "fp16"):
-        # An `auto` that was left out: what the recipe has.
-        if leaves.get(f"{name}.enabled") is None and f"{name}.enabled" in dict(flatten(config)):
-            low = {"bf16": "bfloat16", "fp16": "float16"}[name]
-            kept[f"{name}.enabled"] = recipe.precision.regime != "full" and recipe.precision.low_dtype == low
-    # The largest buckets would be larger than the machine.
-    kept["zero_optimization.reduce_bucket_size"] = kept["zero_optimization.allgather_bucket_size"] = 10**6
-    return nest(kept)
-
-
-def _run(tool: Any, recipe: Recipe, config: dict[str, Any]) -> Observed:
-    with tempfile.TemporaryDirectory(prefix="samestep-") as scratch:
-        report, order = Path(scratch) / "report.json", Path(scratch) / "order.json"
-        wanted = Order(
-            tool=tool,
-            recipe=recipe.model_dump(mode="json"),
-            config=runnable(config, recipe) if tool != "samestep" else {},
-            report=str(report),
-        )
-        order.write_text(json.dumps(dataclasses.asdict(wanted)), encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-        command += ["-m", "samestep.crosscheck.rank", str(order)]
-        private = {"TORCH_EXTENSIONS_DIR": scratch, "OMP_NUM_THREADS": "1",
-                   "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-        done = subprocess.run(
-            command, env=os.environ | private, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
-        if not report.is_file():
-            raise RunError(f"{tool} did not run: {_reason(done.stderr)}", remedy="Leave out --check.")
-        return Observed(**json.loads(report.read_text(encoding="utf-8")))
-
-
-def _reason(log: str) -> str:
-    """The last line of a log that names an error."""
-    lines = [line.split("]:")[-1].strip() for line in log.splitlines()]
-    errors = [line for line in lines if "Error" in line.split(":")[0] and "ChildFailedError" not in line]
-    return errors[-1] if errors else "no message"
+def _launched(config: dict[str, Any], recipe: Recipe, folder: Path) -> dict[str, Any]:
+    kind = str(config.get("distributed_type", "NO")).upper()
+    if not kind.startswith(("MULTI_", "FSDP", "DEEPSPEED", "NO")):
+        what = f"--check does not run Accelerate with distributed_type {kind}."
+        raise MigrationError(what, remedy="Leave out --check.")
+    return launcher(config, recipe, folder, LAYER)
 
 
 def _lossy_topics(migration: Migration, reading: Reading) -> set[str]:

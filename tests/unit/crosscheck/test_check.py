@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from samestep.crosscheck.check import compared, runnable
+from samestep.crosscheck.check import compared
+from samestep.crosscheck.configs import runnable
 from samestep.crosscheck.side import Observed
 from samestep.recipe import parse
 
