@@ -17,7 +17,7 @@ from samestep.crosscheck.deepspeed_side import (
     start_deepspeed,
 )
 from samestep.crosscheck.side import STEPS, Observed, Order
-from samestep.crosscheck.watching import masters, moments, only, watch_compute, watched_reductions
+from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watch_compute, watched_reductions
 from samestep.data import Loader
 from samestep.engines import loading
 from samestep.recipe.schema import Recipe
@@ -49,6 +49,7 @@ def run_accelerate(order: Order, recipe: Recipe, here: World, loader: Loader, ra
     return Observed(
         master=masters(inner),
         moments=moments(inner),
+        optimizer=hyperparameters(inner),
         compute=only(computed),
         reduce=only(reduced) if here.size > 1 else None,
         gradient=only(script.gradients),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from samestep import optim
 from samestep.crosscheck.side import STEPS, Observed, Order
-from samestep.crosscheck.watching import masters, moments, only, watched_reductions
+from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watched_reductions
 from samestep.data import Loader
 from samestep.dtypes import dtype_name
 from samestep.engines import loading
@@ -108,10 +108,13 @@ def observed(engine: Any, rates: list[float], losses: list[float], reduced: set[
     """What DeepSpeed's engine holds after the steps."""
     zero = engine.optimizer
     inner = getattr(zero, "optimizer", zero)
+    # Stage 3 gives its optimizer the masters only while it steps.
+    sharded = getattr(zero, "fp32_partitioned_groups_flat", ())
     clip = float(engine.gradient_clipping())
     return Observed(
-        master=masters(inner),
+        master=only(master.dtype for master in sharded) if sharded else masters(inner),
         moments=moments(inner),
+        optimizer=hyperparameters(inner),
         compute=only(p.dtype for p in engine.module.parameters()),
         reduce=only(reduced),
         gradient=dtype_name(engine.get_data_types()[1]),

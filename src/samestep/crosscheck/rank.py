@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep import world
+from samestep import optim, world
 from samestep.crosscheck.side import MODEL, ROW_TOKENS, STEPS, Observed, Order
+from samestep.crosscheck.watching import hyperparameters
 from samestep.data import Examples, Loader
 from samestep.dtypes import dtype_name
 from samestep.engines import build, loading
@@ -69,6 +70,7 @@ def batches(recipe: Recipe) -> Loader:
 
 def _samestep(recipe: Recipe, here: World, rates: list[float]) -> Observed:
     model = loading.load_model(recipe, here)
+    built = optim.factory(recipe.train.optimizer)({n: p for n, p in model.named_parameters() if p.requires_grad})
     plan = build.resolve_plan(recipe, model)
     engine = build.build(recipe, model, plan, here)
     stepper = Stepper(engine, recipe, here, plan)
@@ -83,6 +85,7 @@ def _samestep(recipe: Recipe, here: World, rates: list[float]) -> Observed:
     return Observed(
         master=_only(roles.get("master")),
         moments=_only(roles.get("moments")),
+        optimizer=hyperparameters(built),
         compute=_only(roles.get("compute")),
         reduce=_only(roles.get("reduce")),
         gradient=_only(roles.get("gradient")),

@@ -45,6 +45,8 @@ class Observed:
     compute: str | None
     reduce: str | None
     gradient: str | None
+    optimizer: dict[str, Any]
+    """What the optimizer was built with, but for the rate."""
     clip: float | None
     """The largest norm; None for no clipping."""
     accumulation: int

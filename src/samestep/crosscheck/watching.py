@@ -62,6 +62,19 @@ def moments(optimizer: Any) -> str | None:
     )
 
 
+def hyperparameters(optimizer: Any) -> dict[str, Any]:
+    """What `optimizer` was built with, the rate excepted."""
+    groups = optimizer.param_groups
+    decays = [group.get("weight_decay", 0.0) for group in groups]
+    own = {name: groups[0][name] for name in ("betas", "eps", "momentum") if name in groups[0]}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
+    return {**values, "weight_decay": max(decays), "decays": _share(decays)}
+
+
+def _share(decays: list[float]) -> str:
+    return "all" if all(decays) else "some" if any(decays) else "none"
+
+
 def only(dtypes: Iterable[torch.dtype]) -> str | None:
     """The name of the one dtype; None when there are several or none."""
     found = set(dtypes)
