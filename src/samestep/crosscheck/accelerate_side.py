@@ -20,6 +20,7 @@ from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watch_compute, watched_reductions
 from samestep.data import Loader
 from samestep.engines import loading
+from samestep.errors import RunError
 from samestep.recipe.schema import Recipe
 from samestep.training.steps import on_device
 from samestep.world import World
@@ -80,11 +81,15 @@ def _accelerator(order: Order, recipe: Recipe) -> Any:
         # Accelerate gives FSDP to accelerators only and turns to DDP on CPU ranks without a word; nothing after this
         # choice asks what the devices are.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Accelerator(
+    accelerator = Accelerator(
         gradient_accumulation_steps=recipe.train.accumulation,
         # Accelerate counts one process where nothing names a backend.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if kind == "DEEPSPEED" else [],
     )
+    wanted = "MULTI_CPU" if kind.startswith("MULTI") else kind
+    if accelerator.distributed_type != wanted:
+        raise RunError(f"Accelerate runs {accelerator.distributed_type} for {kind} on CPU ranks.")
+    return accelerator
 
 
 def _prepared(accelerator: Any, recipe: Recipe, model: torch.nn.Module, inside: dict[str, Any]) -> tuple[Any, Any]:

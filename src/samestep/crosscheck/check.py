@@ -12,8 +12,9 @@ from samestep.crosscheck.configs import launcher, runnable
 from samestep.crosscheck.launch import run_side
 from samestep.crosscheck.side import LAYER, MODEL, RANKS, STEPS, Observed, Tool
 from samestep.migrate import Migration, MigrationError, Source, migrate, tables
+from samestep.migrate.accelerate_table import current_name
 from samestep.migrate.reading import Reading
-from samestep.migrate.source import nest
+from samestep.migrate.source import flatten, nest
 from samestep.recipe import parse
 from samestep.recipe.document import parse_text
 from samestep.recipe.schema import Data, Model, OffloadParts, Recipe
@@ -47,6 +48,7 @@ _TOPICS = {
     "updates": "precision",
     "losses": "",
 }
+_GROUPS = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
 # A bf16 number is off by up to 2^-9 of itself. The check's logits stay below 1, and a loss moves by at most twice what
 # its logits move: rounding alone may part two runs by 2^-8, and nothing below that tells them apart.
 _SIXTEEN_BIT = 2.0**-8
@@ -150,9 +152,7 @@ def _side_of_source(source: Source, reading: Reading, recipe: Recipe) -> tuple[T
         return "deepspeed", runnable(nest(reading.meaning.carried["deepspeed"]), recipe)
     if reading.kind == "accelerate":
         return "accelerate", _launched(source.data, recipe, source.path.parent)
-    what = (
-        f"--check does not run configurations of this kind ({reading.kind}): only samestep, DeepSpeed and Accelerate."
-    )
+    what = f"--check runs configurations of samestep, DeepSpeed and Accelerate, not {reading.kind}."
     raise MigrationError(what, where=str(source.path), remedy="Leave out --check.")
 
 
@@ -169,6 +169,11 @@ def _launched(config: dict[str, Any], recipe: Recipe, folder: Path) -> dict[str,
     kind = str(config.get("distributed_type", "NO")).upper()
     if not kind.startswith(("MULTI_", "FSDP", "DEEPSPEED", "NO")):
         what = f"--check does not run Accelerate with distributed_type {kind}."
+        raise MigrationError(what, remedy="Leave out --check.")
+    leaves = {current_name(path): value for path, value in flatten(config)}
+    sizes = [path for path, value in leaves.items() if path.endswith(_GROUPS) and value not in (1, "1", None)]
+    if sizes:
+        what = f"{', '.join(sizes)}: more groups than the {RANKS} ranks of --check can form."
         raise MigrationError(what, remedy="Leave out --check.")
     return launcher(config, recipe, folder, LAYER)
 
