@@ -71,7 +71,7 @@ def migrate(
     from samestep.migrate.given import given_values
 
     if out is not None:
-        _require_place(out, overwrite)
+        _require_place(out, overwrite, file)
     source = read(file)
     given = given_values(overrides or ())
     known_kind = recognise(source, kind, _choose)
@@ -136,13 +136,15 @@ def _ask(missing: tuple[str, ...]) -> dict[str, Any]:
     return given_values([f"{path}={Prompt.ask(path)}" for path in missing])
 
 
-def _require_place(out: Path, overwrite: bool) -> None:
+def _require_place(out: Path, overwrite: bool, file: Path) -> None:
     from samestep.errors import OutputError
 
     if not out.parent.is_dir():
         raise OutputError("is not a folder.", where=str(out.parent), remedy="Create it first.")
     if out.exists() and not out.is_file():
         raise OutputError("is not an ordinary file.", where=str(out), remedy="Choose another name.")
+    if out.exists() and file.exists() and out.samefile(file):
+        raise OutputError("is the file that is migrated.", where=str(out), remedy="Choose another name.")
     if out.exists() and not overwrite:
         raise OutputError(
             "exists already.", where=str(out), remedy="Choose another name, or --overwrite to replace it."

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep import world
+from samestep import optim, world
 from samestep.crosscheck.side import MODEL, ROW_TOKENS, STEPS, Observed, Order
+from samestep.crosscheck.watching import hyperparameters
 from samestep.data import Examples, Loader
 from samestep.dtypes import dtype_name
 from samestep.engines import build, loading
@@ -23,18 +24,27 @@ from samestep.training.steps import Stepper
 from samestep.world import World
 
 
-def main(order: Order) -> None:
-    """Runs the side; the main rank leaves what it saw."""
+def run(order: Order) -> Observed:
+    """Runs the side on the ranks that exist, and returns what this one saw."""
     recipe = Recipe.model_validate(order.recipe)
     torch.set_num_threads(recipe.engine.threads)
     here = world.start(timeout_seconds=120)
+    rates = learning_rates(recipe, recipe.train.steps or STEPS)[:STEPS]
     if order.tool == "samestep":
-        observed = _samestep(recipe, here)
-    else:
-        from samestep.crosscheck.foreign import run_deepspeed
+        return _samestep(recipe, here, rates)
+    if order.tool == "deepspeed":
+        from samestep.crosscheck.deepspeed_side import run_deepspeed
 
-        observed = run_deepspeed(order, recipe, here, batches(recipe))
-    if here.is_main:
+        return run_deepspeed(order, recipe, here, batches(recipe), rates)
+    from samestep.crosscheck.accelerate_side import run_accelerate
+
+    return run_accelerate(order, recipe, here, batches(recipe), rates)
+
+
+def main(order: Order) -> None:
+    """Runs the side; the main rank leaves what it saw."""
+    observed = run(order)
+    if world.launched_rank() == 0:
         Path(order.report).write_text(json.dumps(dataclasses.asdict(observed)), encoding="utf-8")
 
 
@@ -58,12 +68,12 @@ def batches(recipe: Recipe) -> Loader:
     )
 
 
-def _samestep(recipe: Recipe, here: World) -> Observed:
+def _samestep(recipe: Recipe, here: World, rates: list[float]) -> Observed:
     model = loading.load_model(recipe, here)
+    built = optim.factory(recipe.train.optimizer)({n: p for n, p in model.named_parameters() if p.requires_grad})
     plan = build.resolve_plan(recipe, model)
     engine = build.build(recipe, model, plan, here)
     stepper = Stepper(engine, recipe, here, plan)
-    rates = learning_rates(recipe, recipe.train.steps or STEPS)[:STEPS]
     loader = batches(recipe)
     outcomes = []
     for index, rate in enumerate(rates):
@@ -75,6 +85,7 @@ def _samestep(recipe: Recipe, here: World) -> Observed:
     return Observed(
         master=_only(roles.get("master")),
         moments=_only(roles.get("moments")),
+        optimizer=hyperparameters(built),
         compute=_only(roles.get("compute")),
         reduce=_only(roles.get("reduce")),
         gradient=_only(roles.get("gradient")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+Tool = Literal["samestep", "deepspeed", "accelerate"]
 RANKS = 2
 STEPS = 5
 ROW_TOKENS = 16
@@ -19,16 +20,18 @@ MODEL = {
     "max_position_embeddings": ROW_TOKENS,
 }
 """Small enough for seconds on two CPU ranks, with a layer of every kind that Llama has."""
+LAYER = "LlamaDecoderLayer"
+"""The class of its layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """One side to run: `recipe` says the model, the batches and the script's part on both sides."""
 
-    tool: Literal["samestep", "deepspeed", "accelerate"]
+    tool: Tool
     recipe: dict[str, Any]
     config: dict[str, Any]
-    """DeepSpeed's configuration, for the other tools."""
+    """The configuration of another tool."""
     report: str
     """The file for the `Observed` of the main rank."""
 
@@ -42,6 +45,8 @@ class Observed:
     compute: str | None
     reduce: str | None
     gradient: str | None
+    optimizer: dict[str, Any]
+    """What the optimizer was built with, but for the rate."""
     clip: float | None
     """The largest norm; None for no clipping."""
     accumulation: int

@@ -33,8 +33,10 @@ def read_accelerate(v: Values) -> None:
     kind = distributed_type(v)
     if v.has("num_processes") and v.get("num_processes") > 0:
         v.say("engine.ranks", v.get("num_processes"), "num_processes")
-    elif v.has("num_processes"):
+    elif v.has("num_processes") and v.get("num_processes") == -1:
         v.say(None, None, "num_processes", rule="given on the command line", status="not-needed")
+    elif v.has("num_processes"):
+        v.find("num_processes", "error", f"is {v.get('num_processes')}; a run needs at least one process")
     elif kind == "NO":
         v.say("engine.ranks", 1, "num_processes", rule="one process")
     if kind == "DEEPSPEED":
@@ -131,6 +133,9 @@ def _second_version(v: Values) -> None:
         v.find(_F + "reshard_after_forward", "error", f"FSDP2 takes true or false, got {reshard!r}")
         return
     replicas, shards = v.get(_P + "dp_replicate_size"), v.get(_P + "dp_shard_size")
+    for path, size in ((_P + "dp_replicate_size", replicas), (_P + "dp_shard_size", shards)):
+        if size < 1:
+            v.find(path, "error", f"is {size}; Accelerate needs at least 1")
     hybrid = replicas > 1 and shards > 1
     replicated = replicas > 1 and shards == 1 and v.has(_P + "dp_shard_size")
     name = "hsdp" if hybrid else "ddp" if replicated else "fsdp"

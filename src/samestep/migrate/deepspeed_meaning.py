@@ -108,6 +108,9 @@ def _batch(v: Values) -> None:
     )
     ranks = v.extra.get("engine.ranks")
     micro = micro or v.extra.get("train.micro_batch")
+    for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if v.has(name) and not 1 <= v.get(name) < 2**31:
+            v.find(name, "error", f"is {v.get(name)}; DeepSpeed needs a number of at least 1")
     if v.has("train_micro_batch_size_per_gpu"):
         v.say("train.micro_batch", micro, "train_micro_batch_size_per_gpu")
     if v.has("gradient_accumulation_steps"):
@@ -303,6 +306,8 @@ def _optimizer(v: Values) -> None:
             v.say("train.optimizer.weight_decay", 0.01, _O + field, rule="torch's AdamW decays by 0.01 unless told")
         elif not v.is_auto(_O + field):
             v.say(f"train.optimizer.{field}", v.get(_O + field), _O + field)
+    if v.has(_O + "betas") and len(v.get(_O + "betas")) != 2:
+        v.find(_O + "betas", "error", f"expected two numbers, got {v.given[_O + 'betas']!r}")
     for field in {"betas", "eps", "momentum"} - set(used):
         if v.has(_O + field):
             v.say(None, None, _O + field, rule=f"{name} does not use it", status="not-needed")

@@ -201,4 +201,7 @@ def _refusal(error: RecipeError) -> MigrationError:
     problem: Problem = error.problems[0]
     place = f"{error.source}:{problem.line}" if problem.line else error.source
     what = f"{problem.field}: {problem.what}" if problem.field else problem.what
-    return MigrationError(what.replace("the recipe file", "the file"), where=place)
+    words = {"the recipe file": "the file", "of recipes": "of configurations", "a recipe": "a configuration"}
+    for said, meant in words.items():
+        what = what.replace(said, meant)
+    return MigrationError(what, where=place)

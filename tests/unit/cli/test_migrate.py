@@ -180,3 +180,44 @@ def test_one_field_under_two_names_is_refused(folder: Path, capsys: pytest.Captu
         "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_offload_params: true, offload_params: false}\n"
     )
     assert "is given twice" in failed(capsys, ["a.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("a.json", '{"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": -2}', "is -2; DeepSpeed needs"),
+        ("a.json", '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 0}', "is 0; DeepSpeed needs"),
+        (
+            "a.json",
+            '{"zero_optimization": {}, "optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}',
+            "two numbers",
+        ),
+        ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 0\n", "a run needs at least one process"),
+        ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: -3\n", "a run needs at least one process"),
+    ],
+)
+def test_a_number_that_the_tool_cannot_use_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, what: str
+) -> None:
+    (folder / name).write_text(text)
+    assert what in failed(capsys, [name])
+    assert cli.main(["migrate", name, "--lint"]) == 1
+    assert what in capsys.readouterr().out
+
+
+def test_the_configuration_is_not_written_over_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "link.json").symlink_to("ds.json")
+    for out in ("ds.json", "link.json"):
+        assert "is the file that is migrated" in failed(capsys, ["ds.json", "--out", out, "--overwrite", *sets(*REST)])
+    assert (folder / "ds.json").read_text() == GOOD
+
+
+def test_what_yaml_allows_and_a_configuration_does_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "a.yaml").write_text("distributed_type: !!python/name:os.system x\n")
+    assert "is not allowed in a configuration" in failed(capsys, ["a.yaml"])
+    (folder / "a.yaml").write_text("- distributed_type\n")
+    assert "lines of a configuration" in failed(capsys, ["a.yaml"])
+    (folder / "a.yaml").write_text("distributed_type: NO\nnum_machines: &one 1\nnum_processes: *one\n")
+    assert cli.main(["migrate", "a.yaml", "--json"]) == 0
+    fields = {entry["path"]: entry["value"] for entry in json.loads(capsys.readouterr().out)["fields"]}
+    assert fields["num_processes"] == 1
