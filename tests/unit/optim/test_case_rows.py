@@ -11,7 +11,7 @@ LR, DECAY, STEPS = 0.1, 0.1, 3
 
 
 def test_p46_with_zero_gradients_norms_and_biases_do_not_move_and_matrices_decay() -> None:
-    names = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight", "model.norm.weight", "a.bias")
+    names = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight", "norm.weight", "a.bias")
     named = {name: torch.ones(3, requires_grad=True) for name in names}
     optimizer = factory(Optimizer(lr=LR, weight_decay=DECAY))(named)
     for _ in range(STEPS):
