@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ _COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", 
 
 
 @contextlib.contextmanager
-def watched_reductions(place: Any) -> Iterator[set[torch.dtype]]:
+def watched_reductions(place: Any) -> Generator[set[torch.dtype]]:
     """Collects the dtypes of what the collectives of `place`, a module or a backend, sum over the ranks."""
     seen: set[torch.dtype] = set()
     inner = {name: getattr(place, name) for name in _COLLECTIVES if hasattr(place, name)}
