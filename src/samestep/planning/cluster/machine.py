@@ -157,7 +157,7 @@ def _check_host(cluster: Cluster, work: Work) -> None:
     for field in needed:
         if getattr(cluster, field) is None:
             raise EngineError(
-                f"is missing, and the recipe offloads to the host: {Cluster.model_fields[field].description}",
+                "is missing, and the recipe offloads to the host",
                 where=f"--cluster {field}",
                 remedy=f"Give it, e.g. --cluster {field}=25GB/s.",
             )
