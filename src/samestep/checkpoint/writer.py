@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,13 +52,21 @@ class Planner(SavePlanner):
         return SavePlan([_item(part) for part in self._parts.values()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
+        # No hints of where a box stands among its tensor's: with thousands of ranks they cost the coordinator a copy of
+        # every item, and boxes are found by their offsets.
+        return create_default_global_save_plan(all_plans, rewrite_index_hints=False)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         return self._parts[write_item.index.fqn, tuple(write_item.index.offset or ())].read()
+
+
+@functools.cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    """One object for all tensors of a dtype: the coordinator holds the items of every rank."""
+    return TensorProperties(dtype=dtype)
 
 
 def _item(part: Part) -> WriteItem:
@@ -67,7 +76,7 @@ def _item(part: Part) -> WriteItem:
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=ChunkStorageMetadata(offsets, torch.Size(part.sizes)),
-            properties=TensorProperties(dtype=part.dtype),
+            properties=_properties(part.dtype),
             size=torch.Size(part.shape),
         ),
     )
