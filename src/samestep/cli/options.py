@@ -55,11 +55,12 @@ def output_folder(out: Path | None, name: str) -> Path:
     from samestep.errors import OutputError
 
     folder = Path.cwd() / (out or Path("runs") / name)
-    for place in (folder, *folder.parents):
-        if place.exists():
-            if not place.is_dir():
-                raise OutputError("is a file, not a folder.", where=str(place), remedy="Choose another --out.")
-            break
+    try:
+        nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    except OSError as error:
+        raise OutputError(f"{error.strerror}.", where=str(folder), remedy="Choose another --out.") from None
+    if not nearest.is_dir():
+        raise OutputError("is a file, not a folder.", where=str(nearest), remedy="Choose another --out.")
     return folder
 
 

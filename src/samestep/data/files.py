@@ -98,6 +98,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise DataError(f"broken JSON: {error.msg}.", where=f"{path}:{error.lineno}") from None
     except RecursionError:
         raise DataError("JSON nested too deeply.", where=str(path)) from None
+    except ValueError as error:  # an integer of more digits than Python reads
+        raise DataError(f"broken JSON: {error}.", where=str(path)) from None
     for number, value in enumerate(values, start=1):
         row = Row(str(path), f": row {number}", {})
         yield row._replace(values=_json_object(value, row.where))

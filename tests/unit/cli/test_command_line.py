@@ -323,3 +323,9 @@ def test_debug_shows_the_traceback(
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     assert set(json.loads(capsys.readouterr().out)["properties"]) == set(Recipe.model_fields)
+
+
+def test_a_name_of_a_folder_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.yaml").write_text(GOOD)
+    assert cli.main(["train", str(tmp_path / "r.yaml"), "--out", str(tmp_path / ("x" * 300))]) == 2
+    assert "File name too long. Choose another --out." in capsys.readouterr().err

@@ -113,6 +113,7 @@ BROKEN: dict[str, tuple[str, str | bytes | None, dict[str, object], str]] = {
     "huge number": ("x.jsonl", '{"a": ' + "1" * 5000 + "}", PAIRS, r"x\.jsonl:1: broken JSON"),
     "broken list": ("x.json", '[{"prompt": "a"},\n{"prompt" 3}]', PAIRS, r"x\.json:2: broken JSON"),
     "nested list": ("x.json", "[" * 200_000, PAIRS, r"x\.json: JSON nested too deeply"),
+    "huge number in a list": ("x.json", '[{"a": ' + "1" * 5000 + "}]", PAIRS, r"x\.json: broken JSON"),
     "list of texts": ("x.json", f'[{PAIR}, "a"]', PAIRS, r"x\.json: row 2: a row is an object of columns, not a str"),
     "one indented object": ("x.json", '{\n"data": []}', PAIRS, r"x\.json:1: broken JSON"),
     "not UTF-8": ("x.jsonl", b'{"prompt": "\xff"}', PAIRS, r"x\.jsonl: is not UTF-8"),

@@ -123,3 +123,9 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
     file = write(tmp_path / "a.yaml", GOOD)
     file.chmod(0)
     assert "cannot be read: Permission denied" in refusal(file)
+
+
+def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "r.yaml")
+    with pytest.raises(RecipeError, match="is a pipe, not a file"):
+        load(tmp_path / "r.yaml")
