@@ -282,11 +282,12 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Modul
 
 def learned_positions(model: nn.Module) -> int | None:
     """Positions that the model has an embedding for; None where positions are computed (rotary and the like)."""
-    tables = [
-        module.num_embeddings - int(getattr(module, "offset", 0))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
-    ]
+    tables = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES:
+            # OPT and its kin keep the first places of the table for padding.
+            kept: Any = getattr(module, "offset", 0)
+            tables.append(module.num_embeddings - kept)
     return min(tables, default=None)
 
 
