@@ -24,7 +24,7 @@ Hardware FLOPs add what is computed a second time; so do Korthikanti et al. 2022
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -106,7 +106,7 @@ class Decoder:
         config: Any = model.config
         _refuse_others(model, config)
         linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
-        find: Callable[[], Any] = getattr(model, "get_output_embeddings", lambda: None)
+        find: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find()
         return cls(
             parameters=sum(parameter.numel() for parameter in model.parameters()),
