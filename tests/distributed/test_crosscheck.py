@@ -34,7 +34,8 @@ deepspeed_config:
   gradient_accumulation_steps: 2
   gradient_clipping: 0.05
 """
-SCRIPT = {"train.micro_batch": 2, "train.steps": 5, "train.optimizer.lr": 0.01, "model.path": "m", "data.path": "d"}
+SCRIPT = {"train.micro_batch": 2, "train.steps": 5, "train.optimizer.lr": 0.01, "model.path": "m", "data.path": "d",
+          "engine.ranks": 2}  # fmt: skip
 
 
 def sides(folder: Path, name: str, text: str, kind: str) -> tuple[Source, Reading, Migration]:

@@ -83,7 +83,8 @@ def migrate(
     if out is not None and result.missing and sys.stdin.isatty():
         given |= _ask(result.missing)
         result = run(source, reading := read_as(known_kind, source, given), to, given)
-    compared = _compare(source, reading, result, given) if check else []
+    refused = bool(result.impossible) and not allow_lossy
+    compared = _compare(source, reading, result, given) if check and not refused else []
     _report(source, result, compared, json_output=json_output, with_text=out is None and not check)
     _refuse(source, result, allow_lossy, out)
     if any(row.verdict == "different" for row in compared):

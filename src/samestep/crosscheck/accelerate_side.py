@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from samestep import models
 from samestep.crosscheck.deepspeed_side import (
     mean_over_ranks,
     observed,
@@ -14,12 +15,12 @@ from samestep.crosscheck.deepspeed_side import (
     script_loss,
     script_optimizer,
     set_rate,
+    sets_rates,
     start_deepspeed,
 )
 from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watch_compute, watched_reductions
 from samestep.data import Loader
-from samestep.engines import loading
 from samestep.errors import RunError
 from samestep.recipe.schema import Recipe
 from samestep.training.steps import on_device
@@ -29,16 +30,16 @@ from samestep.world import World
 def run_accelerate(order: Order, recipe: Recipe, here: World, loader: Loader, rates: list[float]) -> Observed:
     """Takes the steps with Accelerate's own accumulate, backward and clip_grad_norm_.
 
-    The launcher has left the configuration in the environment. `rates`: what the script sets where it has no schedule.
+    The launcher has left the configuration in the environment. `rates`: what the script sets where it has none.
     """
     # Before the Accelerator: transformers would build the model under zero.Init after it.
-    model = loading.load_model(recipe, here)
+    model = models.load_model(recipe.model, seed=recipe.train.seed)
     accelerator = _accelerator(order, recipe)
     deepspeed = accelerator.state.deepspeed_plugin
     inside = deepspeed.deepspeed_config if deepspeed else {}
     computed = watch_compute(model)
     model, optimizer = _prepared(accelerator, recipe, model, inside)
-    script = _Script(accelerator, recipe, model, optimizer, None if "scheduler" in inside else rates)
+    script = _Script(accelerator, recipe, model, optimizer, None if sets_rates(inside) else rates)
     with watched_reductions(_backend() if deepspeed else dist) as reduced:
         losses = [script.step(index, loader, here) for index in range(STEPS)]
     if deepspeed:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from samestep import optim
+from samestep import models, optim
 from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watched_reductions
 from samestep.data import Loader
 from samestep.dtypes import dtype_name
-from samestep.engines import loading
 from samestep.recipe.schema import Recipe
 from samestep.training.steps import on_device
 from samestep.world import World, gather_numbers
@@ -22,18 +21,16 @@ from samestep.world import World, gather_numbers
 def run_deepspeed(order: Order, recipe: Recipe, here: World, loader: Loader, rates: list[float]) -> Observed:
     """Takes the steps as a plain script would: loss, backward, step, and nothing of samestep in between.
 
-    `rates`: what the script sets where the configuration has no schedule.
+    `rates`: what the script sets where the configuration leaves them to it.
     """
     import deepspeed.comm.comm as comm
 
     start_deepspeed()
-    engine = _engine(order, recipe, loading.load_model(recipe, here))
+    engine = _engine(order, recipe, models.load_model(recipe.model, seed=recipe.train.seed))
+    own_rates = None if sets_rates(order.config) else rates
     taken: list[float] = []
     with watched_reductions(comm.cdb) as reduced:
-        losses = [
-            _step(engine, index, loader, here, None if "scheduler" in order.config else rates, taken)
-            for index in range(STEPS)
-        ]
+        losses = [_step(engine, index, loader, here, own_rates, taken) for index in range(STEPS)]
     return observed(engine, taken, losses, reduced)
 
 
@@ -76,6 +73,11 @@ def script_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Opti
     """torch's optimizer, as the recipe describes it."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return optim.factory(recipe.train.optimizer, rounding="nearest", seed=recipe.train.seed)(named)
+
+
+def sets_rates(config: dict[str, Any]) -> bool:
+    """Whether a DeepSpeed configuration decides the learning rates: by a schedule, or by an optimizer without one."""
+    return "scheduler" in config or "optimizer" in config
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
