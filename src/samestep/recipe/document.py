@@ -66,10 +66,10 @@ def read_file(path: Path) -> str:
     def refuse(what: str, line: int | None = None) -> RecipeError:
         return RecipeError(str(path), [Problem(field="", what=what, line=line)])
 
-    # Opening a pipe waits for somebody to write to it. A process substitution, <(...), is one with a writer.
-    if path.is_fifo() and not path.resolve().is_relative_to("/proc"):
-        raise refuse("is a pipe, not a file")
     try:
+        # Opening a pipe waits for somebody to write to it. A process substitution, <(...), is one with a writer.
+        if path.is_fifo() and not path.resolve().is_relative_to("/proc"):
+            raise refuse("is a pipe, not a file")
         with open(path, "rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
