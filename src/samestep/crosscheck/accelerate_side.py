@@ -82,7 +82,11 @@ def _accelerator(order: Order, recipe: Recipe) -> Any:
         # Accelerate gives FSDP to accelerators only and turns to DDP on CPU ranks without a word; nothing after this
         # choice asks what the devices are.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    inside = order.config.get("deepspeed_json", {})
+    left_open = any(inside.get(name, {}).get("enabled") == "auto" for name in ("bf16", "fp16"))
     accelerator = Accelerator(
+        # Beside a DeepSpeed file the launcher's own may not say it: an `auto` there is the script's to fill.
+        mixed_precision=_mixed_precision(recipe) if left_open else None,
         gradient_accumulation_steps=recipe.train.accumulation,
         # Accelerate counts one process where nothing names a backend.
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if kind == "DEEPSPEED" else [],
@@ -91,6 +95,11 @@ def _accelerator(order: Order, recipe: Recipe) -> Any:
     if accelerator.distributed_type != wanted:
         raise RunError(f"Accelerate runs {accelerator.distributed_type} for {kind} on CPU ranks.")
     return accelerator
+
+
+def _mixed_precision(recipe: Recipe) -> str:
+    short = {"bfloat16": "bf16", "float16": "fp16"}[recipe.precision.low_dtype]
+    return "no" if recipe.precision.regime == "full" else short
 
 
 def _prepared(accelerator: Any, recipe: Recipe, model: torch.nn.Module, inside: dict[str, Any]) -> tuple[Any, Any]:

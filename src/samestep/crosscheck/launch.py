@@ -92,8 +92,9 @@ def _ended(command: list[str], environment: dict[str, str]) -> str:
 
 
 def _reason(log: str) -> str:
-    """The last line of a log that names an error."""
+    """The last line of a log that names an error, or its last line."""
     lines = [line.split("]:")[-1].strip() for line in log.splitlines()]
     noise = ("ChildFailedError", "CalledProcessError")
     errors = [line for line in lines if "Error" in line.split(":")[0] and not any(word in line for word in noise)]
-    return errors[-1] if errors else "no message"
+    last = [line for line in lines if line][-1:]
+    return (errors or last or ["it left no message."])[-1]
