@@ -16,7 +16,9 @@ import torch
 
 from samestep import models, world
 from samestep.engines import build, gradients
-from samestep.recipe import parse
+from samestep.engines.protocol import Engine
+from samestep.precision.plan import Plan
+from samestep.recipe import Recipe, parse
 
 CONFIG = (
     "{model_type: llama, vocab_size: 8192, hidden_size: 384, intermediate_size: 1024, num_hidden_layers: 8, "
@@ -25,15 +27,20 @@ CONFIG = (
 STEPS = 8
 
 
-def measure(engine: str, here: world.World) -> tuple[float, float]:
-    """Median seconds of a step and of the norm in it, on this rank."""
+def started(engine: str, regime: str, here: world.World) -> tuple[Engine, Recipe, Plan]:
+    """An engine with the model, the recipe and the plan."""
     recipe = parse(
         f"{{model: {{config: {CONFIG}, tokenizer: none}}, data: {{path: none}}, train: {{steps: 1, micro_batch: 4}}, "
-        f"engine: {{name: {engine}, ranks: {here.size}}}}}"
+        f"precision: {{regime: {regime}}}, engine: {{name: {engine}, ranks: {here.size}}}}}"
     )
     model = models.load_model(recipe.model, seed=0)
     plan = build.resolve_plan(recipe, model)
-    live = build.build(recipe, model, plan, here)
+    return build.build(recipe, model, plan, here), recipe, plan
+
+
+def measure(engine: str, here: world.World) -> tuple[float, float]:
+    """Median seconds of a step and of the norm in it, on this rank."""
+    live, _, _ = started(engine, "mixed", here)
     torch.manual_seed(here.rank)
     tokens = torch.randint(0, 8192, (4, 512))
     inputs = models.Inputs(input_ids=tokens, labels=tokens, position_ids=None, document_ids=None)

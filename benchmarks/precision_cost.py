@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gradient_norm import CONFIG
-from samestep import models, world
+from benchmarks.gradient_norm import started
+from samestep import world
 from samestep.data import Batch
-from samestep.engines import build, deepspeed, stochastic_gather
-from samestep.recipe import parse
+from samestep.engines import deepspeed, stochastic_gather
 from samestep.recipe.schema import Precision
 from samestep.training import guard
 from samestep.training.steps import Stepper
@@ -61,13 +60,7 @@ class Clock:
 
 def measure(engine: str, regime: str, shape: tuple[int, int], here: world.World, clock: Clock) -> dict[str, float]:
     """Median seconds of a step on rows and tokens of `shape`, and of each timed part in it, on this rank."""
-    recipe = parse(
-        f"{{model: {{config: {CONFIG}, tokenizer: none}}, data: {{path: none}}, train: {{steps: 1, micro_batch: 4}}, "
-        f"precision: {{regime: {regime}}}, engine: {{name: {engine}, ranks: {here.size}}}}}"
-    )
-    model = models.load_model(recipe.model, seed=0)
-    plan = build.resolve_plan(recipe, model)
-    live = build.build(recipe, model, plan, here)
+    live, recipe, plan = started(engine, regime, here)
     stepper = Stepper(live, recipe, here, plan)
     clock.wrap(stepper.monitor, "before", "monitor")
     clock.wrap(stepper.monitor, "after", "monitor")

@@ -17,7 +17,7 @@ from torch import nn
 
 from samestep import models
 from samestep.planning.cluster import calibration
-from samestep.planning.cluster.costs import RESOURCES, Costs
+from samestep.planning.cluster.costs import Costs
 from samestep.planning.cluster.description import load
 from samestep.planning.cluster.machine import machine_of
 from samestep.planning.cluster.work import Work, work_of
@@ -233,12 +233,12 @@ def predicted(row: Row, *, matmul_efficiency: float | None = None) -> Result:
     given += [] if matmul_efficiency is None else [f"matmul_efficiency={matmul_efficiency}"]
     work = _work(row)
     machine = machine_of(load(given), work)
-    step = Costs(work, machine).step()
-    without = {r: Costs(work, machine, free=frozenset({r})).step().overlapped for r in RESOURCES}
+    costs = Costs(work, machine)
+    step, without = costs.step(), costs.if_free()
     return Result(
         row=row,
         predicted=work.tokens * work.micro_batches / step.overlapped,
-        limited_by=min(RESOURCES, key=lambda r: without[r]),
+        limited_by=min(without, key=lambda r: without[r]),
         hidden=1 - step.overlapped / step.serial,
     )
 

@@ -208,8 +208,8 @@ def _chunk(shape: Sequence[int], shards: int) -> int:
     return -(-shape[0] // shards) * rest
 
 
-def _optimizer_state(recipe: Recipe, plan: Plan, elements: int) -> dict[str, int]:
-    """Bytes of the optimizer's state for this rank's elements."""
+def optimizer_state(recipe: Recipe, plan: Plan, elements: int) -> dict[str, int]:
+    """Bytes of the optimizer's state of so many elements, by kind."""
     optimizer = recipe.train.optimizer
     moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
     compensation = elements * plan.master.itemsize if plan.update == "compensated" else 0
@@ -223,7 +223,7 @@ def _buffers(plan: Plan) -> int:
 def _torch(recipe: Recipe, plan: Plan, model: nn.Module) -> _Parts:
     engine = recipe.engine
     ranks = engine.ranks
-    shards = {"single": 1, "ddp": 1, "fsdp": ranks}.get(engine.name) or engine.shard_ranks or max(1, ranks // 2)
+    shards = engine.sharing_ranks
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     whole = build.unsharded_names(recipe, model)
     mine = sum(_chunk(shapes[p.name], shards) for p in plan.trainable)
@@ -240,7 +240,7 @@ def _torch(recipe: Recipe, plan: Plan, model: nn.Module) -> _Parts:
     # way arrives in one flat buffer.
     elements = units[0] + 2 * max(units[1:], default=0) if engine.reshard_after_forward else sum(units)
     parts = _Parts(
-        held=held | _optimizer_state(recipe, plan, mine),
+        held=held | optimizer_state(recipe, plan, mine),
         gradients=gradients,
         gather=(elements + largest) * plan.compute.itemsize,
         largest_buffer=largest * max(plan.compute.itemsize, plan.reduce.itemsize),
@@ -272,7 +272,7 @@ def _zero12(recipe: Recipe, plan: Plan, stage: int) -> _Parts:
     mine = whole // ranks
     frozen = sum(p.numel * p.held.itemsize for p in plan.parameters if not p.trainable)
     held = {"weights": whole * compute, "masters": mine * plan.master.itemsize, "frozen": frozen}
-    held |= {"buffers": _buffers(plan)} | _optimizer_state(recipe, plan, mine)
+    held |= {"buffers": _buffers(plan)} | optimizer_state(recipe, plan, mine)
     bucket = reduce_bucket(recipe.engine, plan)
     crossing = bucket * plan.reduce.itemsize
     keeps_all = stage == 1 and plan.compute == torch.bfloat16 and plan.gradient == torch.float32
@@ -310,7 +310,7 @@ def _zero3(recipe: Recipe, plan: Plan) -> _Parts:
     largest = max(p.numel for p in plan.parameters)
     live = min(total, max(largest, engine.live_elements + engine.prefetch_elements))
     return _Parts(
-        held=held | _optimizer_state(recipe, plan, mine),
+        held=held | optimizer_state(recipe, plan, mine),
         gradients=0,
         gather=max(0, live - persistent) * compute,
         reduce=bucket * plan.reduce.itemsize,

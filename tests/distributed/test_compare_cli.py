@@ -67,6 +67,14 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+def no_process_is_left(folder: Path) -> None:
+    """Waits for the processes of a comparison that was killed; fails when some do not end."""
+    deadline = time.monotonic() + 120
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(folder) == []
+
+
 def test_two_engines_and_two_regimes(folder: Path) -> None:
     pytest.importorskip("deepspeed")
     pytest.importorskip("matplotlib")
@@ -112,10 +120,7 @@ def test_no_process_survives_the_comparison(folder: Path, number: signal.Signals
     assert running.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL)
     assert "Traceback" not in err
     # After SIGKILL the worker ends on its own, once its last step is done.
-    deadline = time.monotonic() + 120
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert processes_of(folder) == []
+    no_process_is_left(folder)
     assert not (folder / "c" / "compare.json").exists()
     assert steps.stat().st_size
 
@@ -132,9 +137,7 @@ def test_a_killed_comparison_goes_on_where_it_was(folder: Path) -> None:
     finally:
         running.kill()
     running.communicate(timeout=120)
-    deadline = time.monotonic() + 120
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    no_process_is_left(folder)
     kept = [first / name for name in ("steps.jsonl", "summary.json")]
     done = [(path.stat().st_mtime_ns, path.read_bytes()) for path in kept]
     assert not (folder / "c" / "compare.json").exists()

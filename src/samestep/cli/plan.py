@@ -65,16 +65,15 @@ def plan(
     Nothing is trained and no accelerator is needed. Memory is shown for every engine and regime side by side.
     With --cluster, how long a step takes on devices that need not be there (exit code 1 where it does not fit).
     """
-    if cluster and ranks is not None:
-        raise typer.BadParameter("the cluster has its number of devices; leave --ranks out", param_hint="--cluster")
-    if cluster and device_memory is not None:
-        raise typer.BadParameter("give --cluster memory=SIZE instead of --device-memory", param_hint="--cluster")
     if cluster:
+        if ranks is not None:
+            raise typer.BadParameter("the cluster has its number of devices; leave --ranks out", param_hint="--cluster")
+        if device_memory is not None:
+            raise typer.BadParameter("give --cluster memory=SIZE instead of --device-memory", param_hint="--cluster")
         from samestep.planning.cluster.description import load
 
         described = load(cluster)
-        ranks = described.nodes * described.devices_per_node
-        _predict(load_recipe(recipe, overrides, engine, precision, ranks), described, json_output)
+        _predict(load_recipe(recipe, overrides, engine, precision, described.ranks), described, json_output)
         return
     checked = load_recipe(recipe, overrides, engine, precision, ranks)
     from samestep.planning.sizes import parse_size

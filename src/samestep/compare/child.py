@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from samestep.errors import OutputError, RunError, SamestepError
 from samestep.recipe import Recipe
+from samestep.training.signals import handled
 
 # Longer than the 30 seconds that the launcher gives its ranks to end.
 _GRACE_SECONDS = 45.0
@@ -94,24 +94,13 @@ class Child:
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Generator[None]:
-    """SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does, so that children are ended on the way out.
-    A SIGHUP that nohup has had ignored stays ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does, so that children are ended on the way."""
 
     def handle(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if number == signal.SIGTERM or handler != signal.SIG_IGN:
-            signal.signal(number, handle)
-    try:
+    with handled(handle, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -8,16 +8,9 @@ import torch
 import torch.distributed as dist
 
 from samestep import models
-from samestep.crosscheck.deepspeed_side import (
-    mean_over_ranks,
-    observed,
-    rate_of,
-    script_loss,
-    script_optimizer,
-    set_rate,
-    sets_rates,
-    start_deepspeed,
-)
+from samestep.crosscheck import script as scripts
+from samestep.crosscheck.configs import kind_of
+from samestep.crosscheck.deepspeed_side import backend, observed, sets_rates, start_deepspeed
 from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watch_compute, watched_reductions
 from samestep.data import Loader
@@ -40,7 +33,7 @@ def run_accelerate(order: Order, recipe: Recipe, here: World, loader: Loader, ra
     computed = watch_compute(model)
     model, optimizer = _prepared(accelerator, recipe, model, inside)
     script = _Script(accelerator, recipe, model, optimizer, None if sets_rates(inside) else rates)
-    with watched_reductions(_backend() if deepspeed else dist) as reduced:
+    with watched_reductions(backend() if deepspeed else dist) as reduced:
         losses = [script.step(index, loader, here) for index in range(STEPS)]
     if deepspeed:
         return observed(model, script.rates, losses, reduced)
@@ -63,18 +56,12 @@ def run_accelerate(order: Order, recipe: Recipe, here: World, loader: Loader, ra
     )
 
 
-def _backend() -> Any:
-    import deepspeed.comm.comm as comm
-
-    return comm.cdb
-
-
 def _accelerator(order: Order, recipe: Recipe) -> Any:
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, InitProcessGroupKwargs
 
-    kind = str(order.config.get("distributed_type", "NO")).upper()
+    kind = kind_of(order.config)
     if kind == "DEEPSPEED":
         start_deepspeed()
     if kind == "FSDP":
@@ -112,7 +99,7 @@ def _prepared(accelerator: Any, recipe: Recipe, model: torch.nn.Module, inside: 
     optimizer: Any = (
         DummyOptim(list(model.parameters()), lr=own.lr, weight_decay=own.weight_decay)
         if "optimizer" in inside
-        else script_optimizer(recipe, model)
+        else scripts.optimizer(recipe, model)
     )
     objects = [model, optimizer]
     if "scheduler" in inside:
@@ -142,14 +129,14 @@ class _Script:
         data = loader.step(index)
         sums = []
         if self._own_rates is not None:
-            set_rate(self._optimizer, self._own_rates[index])
+            scripts.set_rate(self._optimizer, self._own_rates[index])
         for micro in range(data.micro_steps):
             inputs = on_device(data.batch(micro, here.rank), here.device)
             with self._accelerator.accumulate(self._model):
-                loss = script_loss(self._model, inputs)
+                loss = scripts.loss(self._model, inputs)
                 sums.append(float(loss.detach()))
                 if self._accelerator.sync_gradients:
-                    self.rates.append(rate_of(self._optimizer))
+                    self.rates.append(scripts.rate_of(self._optimizer))
                 self._accelerator.backward(loss)
                 if not self._deepspeed:
                     self._clip()
@@ -157,7 +144,7 @@ class _Script:
                 self._optimizer.zero_grad()
                 if self._accelerator.sync_gradients:
                     self.updates += not self._accelerator.optimizer_step_was_skipped
-        return mean_over_ranks(sums, here)
+        return scripts.mean_over_ranks(sums, here)
 
     def _clip(self) -> None:
         norm = self._recipe.train.max_grad_norm

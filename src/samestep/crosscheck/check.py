@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.crosscheck.configs import launcher, runnable
+from samestep.crosscheck.configs import kind_of, launcher, runnable
 from samestep.crosscheck.launch import run_side
 from samestep.crosscheck.side import LAYER, MODEL, RANKS, STEPS, Observed, Tool
 from samestep.migrate import Migration, MigrationError, Source, migrate, tables
@@ -166,7 +166,7 @@ def _side_of_target(migration: Migration, recipe: Recipe) -> tuple[Tool, dict[st
 
 
 def _launched(config: dict[str, Any], recipe: Recipe, folder: Path) -> dict[str, Any]:
-    kind = str(config.get("distributed_type", "NO")).upper()
+    kind = kind_of(config)
     if not kind.startswith(("MULTI_", "FSDP", "DEEPSPEED", "NO")):
         what = f"--check does not run Accelerate with distributed_type {kind}."
         raise MigrationError(what, remedy="Leave out --check.")

@@ -57,6 +57,11 @@ def _filled(every: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def kind_of(config: dict[str, Any]) -> str:
+    """What an Accelerate file says it runs, in capitals; NO where it says nothing."""
+    return str(config.get("distributed_type", "NO")).upper()
+
+
 def launcher(config: dict[str, Any], recipe: Recipe, folder: Path, units: str) -> dict[str, Any]:
     """What the check runs of Accelerate's own file; the DeepSpeed configuration that it names is put into it.
 
@@ -66,7 +71,7 @@ def launcher(config: dict[str, Any], recipe: Recipe, folder: Path, units: str) -
     kept = {path: value for path, value in kept.items() if path.rpartition(".")[2] not in _MODEL}
     kept = {path: value for path, value in kept.items() if "offload" not in path and _FILE not in path}
     kept["num_processes"] = recipe.engine.ranks
-    kind = str(kept.get("distributed_type", "NO")).upper()
+    kind = kind_of(kept)
     if kind.startswith("MULTI"):
         kept["distributed_type"] = "MULTI_GPU"
     if kind == "FSDP":

@@ -6,16 +6,16 @@ import os
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from samestep import models, optim
+from samestep import models
+from samestep.crosscheck import script
 from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watched_reductions
 from samestep.data import Loader
 from samestep.dtypes import dtype_name
 from samestep.recipe.schema import Recipe
 from samestep.training.steps import on_device
-from samestep.world import World, gather_numbers
+from samestep.world import World
 
 
 def run_deepspeed(order: Order, recipe: Recipe, here: World, loader: Loader, rates: list[float]) -> Observed:
@@ -23,13 +23,11 @@ def run_deepspeed(order: Order, recipe: Recipe, here: World, loader: Loader, rat
 
     `rates`: what the script sets where the configuration leaves them to it.
     """
-    import deepspeed.comm.comm as comm
-
     start_deepspeed()
     engine = _engine(order, recipe, models.load_model(recipe.model, seed=recipe.train.seed))
     own_rates = None if sets_rates(order.config) else rates
     taken: list[float] = []
-    with watched_reductions(comm.cdb) as reduced:
+    with watched_reductions(backend()) as reduced:
         losses = [_step(engine, index, loader, here, own_rates, taken) for index in range(STEPS)]
     return observed(engine, taken, losses, reduced)
 
@@ -41,16 +39,16 @@ def _step(
     data = loader.step(index)
     sums = []
     if own_rates is not None:
-        set_rate(engine.optimizer, own_rates[index])
+        script.set_rate(engine.optimizer, own_rates[index])
     for micro in range(data.micro_steps):
         inputs = on_device(data.batch(micro, here.rank), here.device)
-        loss = script_loss(engine, inputs)
+        loss = script.loss(engine, inputs)
         sums.append(float(loss.detach()))
         engine.backward(loss)
         if micro == data.micro_steps - 1:
-            taken.append(rate_of(engine.optimizer))
+            taken.append(script.rate_of(engine.optimizer))
         engine.step()
-    return mean_over_ranks(sums, here)
+    return script.mean_over_ranks(sums, here)
 
 
 def start_deepspeed() -> None:
@@ -63,16 +61,11 @@ def start_deepspeed() -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
-def script_loss(model: Any, inputs: Any) -> torch.Tensor:
-    """The loss of a rank's micro-batch, as scripts write it: a mean over its tokens."""
-    logits = model(input_ids=inputs.input_ids, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), inputs.labels.flatten(), ignore_index=-100)
+def backend() -> Any:
+    """What DeepSpeed's collectives go through, once it is started."""
+    import deepspeed.comm.comm as comm
 
-
-def script_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """torch's optimizer, as the recipe describes it."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return optim.factory(recipe.train.optimizer, rounding="nearest", seed=recipe.train.seed)(named)
+    return comm.cdb
 
 
 def sets_rates(config: dict[str, Any]) -> bool:
@@ -80,26 +73,12 @@ def sets_rates(config: dict[str, Any]) -> bool:
     return "scheduler" in config or "optimizer" in config
 
 
-def set_rate(optimizer: Any, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def rate_of(optimizer: Any) -> float:
-    return float(optimizer.param_groups[0]["lr"])
-
-
-def mean_over_ranks(sums: list[float], here: World) -> float:
-    rows = gather_numbers(sums, here)
-    return sum(value for row in rows for value in row) / sum(map(len, rows))
-
-
 def _engine(order: Order, recipe: Recipe, model: torch.nn.Module) -> Any:
     import deepspeed
 
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=None if "optimizer" in order.config else script_optimizer(recipe, model),
+        optimizer=None if "optimizer" in order.config else script.optimizer(recipe, model),
         model_parameters=[p for p in model.parameters() if p.requires_grad],  # type: ignore[arg-type]
         config=order.config,
     )

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from samestep.crosscheck.configs import kind_of
 from samestep.crosscheck.side import Observed, Order
 from samestep.errors import RunError
 from samestep.recipe.schema import Recipe
@@ -58,8 +59,7 @@ def _environment(tool: str, config: dict[str, Any], scratch: str) -> dict[str, s
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
     mine |= {"TORCH_EXTENSIONS_DIR": scratch, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
              "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-    kind = str(config.get("distributed_type", "NO")).upper()
-    if tool == "accelerate" and kind not in ("DEEPSPEED", "FSDP"):
+    if tool == "accelerate" and kind_of(config) not in ("DEEPSPEED", "FSDP"):
         mine["ACCELERATE_USE_CPU"] = "true"
     return mine
 

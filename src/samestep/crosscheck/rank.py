@@ -7,16 +7,15 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from samestep import optim, world
+from samestep import world
+from samestep.crosscheck import script
 from samestep.crosscheck.side import MODEL, ROW_TOKENS, STEPS, Observed, Order
-from samestep.crosscheck.watching import hyperparameters
+from samestep.crosscheck.watching import hyperparameters, only
 from samestep.data import Examples, Loader
-from samestep.dtypes import dtype_name
 from samestep.engines import build, loading
 from samestep.recipe.schema import Recipe
 from samestep.training.outlook import learning_rates
@@ -70,7 +69,7 @@ def batches(recipe: Recipe) -> Loader:
 
 def _samestep(recipe: Recipe, here: World, rates: list[float]) -> Observed:
     model = loading.load_model(recipe, here)
-    built = optim.factory(recipe.train.optimizer)({n: p for n, p in model.named_parameters() if p.requires_grad})
+    built = script.optimizer(recipe, model)
     plan = build.resolve_plan(recipe, model)
     engine = build.build(recipe, model, plan, here)
     stepper = Stepper(engine, recipe, here, plan)
@@ -83,22 +82,18 @@ def _samestep(recipe: Recipe, here: World, rates: list[float]) -> Observed:
     roles = outcomes[0].facts.roles if outcomes[0].facts else {}
     engine.close()
     return Observed(
-        master=_only(roles.get("master")),
-        moments=_only(roles.get("moments")),
+        master=only(roles.get("master", ())),
+        moments=only(roles.get("moments", ())),
         optimizer=hyperparameters(built),
-        compute=_only(roles.get("compute")),
-        reduce=_only(roles.get("reduce")),
-        gradient=_only(roles.get("gradient")),
+        compute=only(roles.get("compute", ())),
+        reduce=only(roles.get("reduce", ())),
+        gradient=only(roles.get("gradient", ())),
         clip=recipe.train.max_grad_norm,
         accumulation=loader.step(0).micro_steps,
         rates=rates,
         losses=[outcome.loss for outcome in outcomes],
         updates=sum(not outcome.skipped for outcome in outcomes),
     )
-
-
-def _only(dtypes: Any) -> str | None:
-    return dtype_name(dtypes[0]) if dtypes and len(dtypes) == 1 else None
 
 
 if __name__ == "__main__":

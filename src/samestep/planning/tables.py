@@ -28,29 +28,31 @@ _TOTALS = {
 def show(report: dict[str, Any], console: Console) -> None:
     """Prints a report that `report.plan` made."""
     ranks = report["ranks"]
-    _say(console, f"{report['engine']} on {ranks} rank{'s' if ranks > 1 else ''}, regime {report['regime']}")
+    say(console, f"{report['engine']} on {ranks} rank{'s' if ranks > 1 else ''}, regime {report['regime']}")
     console.print(_roles(report["roles"]))
     for sentence in [*_sentences(report["parameters"]), *_float8(report["float8"])]:
-        _say(console, sentence)
+        say(console, sentence)
     rows = report["memory"]
     unit = _unit(row["bytes_per_rank"] for row in rows)
-    _say(console, f"\nPeak memory per rank, {unit}")
+    say(console, f"\nPeak memory per rank, {unit}")
     console.print(_memory(rows, unit))
-    _say(console, _memory_notes(report))
-    _say(console, f"\nWhat it consists of in regime {report['regime']}, {unit}")
+    say(console, _memory_notes(report))
+    say(console, f"\nWhat it consists of in regime {report['regime']}, {unit}")
     console.print(_items([row for row in rows if row["regime"] == report["regime"]], unit))
-    _say(console, f"\nUpdates that rounding will make vanish ({report['steps']:,} steps)")
+    say(console, f"\nUpdates that rounding will make vanish ({report['steps']:,} steps)")
     if report["forecast"]["after"]:
         console.print(_forecast(report["forecast"]))
     for sentence in _forecast_notes(report["forecast"]):
-        _say(console, sentence)
+        say(console, sentence)
 
 
-def _say(console: Console, text: str) -> None:
+def say(console: Console, text: str) -> None:
+    """Prints a sentence as it is, in lines that the terminal breaks."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(first: str, *headings: str) -> Table:
+def columns(first: str, *headings: str) -> Table:
+    """An empty table of a column of names and columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first)
     for heading in headings:
@@ -108,7 +110,7 @@ def _unit(sizes: Iterable[int]) -> str:
 
 def _memory(rows: list[dict[str, Any]], unit: str) -> Table:
     regimes = list(dict.fromkeys(row["regime"] for row in rows))
-    table = _table("engine", *(regime.replace("-", "-\n") for regime in regimes))
+    table = columns("engine", *(regime.replace("-", "-\n") for regime in regimes))
     for engine in dict.fromkeys(row["engine"] for row in rows):
         cells = {row["regime"]: _cell(row, unit) for row in rows if row["engine"] == engine}
         table.add_row(engine, *(cells.get(regime, "-") for regime in regimes))
@@ -135,7 +137,7 @@ def _memory_notes(report: dict[str, Any]) -> str:
 
 
 def _items(rows: list[dict[str, Any]], unit: str) -> Table:
-    table = _table("at the peak", *(row["engine"] for row in rows))
+    table = columns("at the peak", *(row["engine"] for row in rows))
     for item in rows[0]["items"]:
         if any(row["items"][item] for row in rows):
             table.add_row(_LABELS.get(item, item), *(_size(row["items"][item], unit) for row in rows))
@@ -151,7 +153,7 @@ def _size(size: int, unit: str) -> str:
 
 
 def _forecast(forecast: dict[str, Any]) -> Table:
-    table = _table("", "learning\nrate", "lost", "unseen", "copy still\nas loaded", "dropped by\nan export")
+    table = columns("", "learning\nrate", "lost", "unseen", "copy still\nas loaded", "dropped by\nan export")
     for shares in forecast["after"]:
         steps = shares["steps"]
         _shares_row(table, f"step {steps:,}", shares)

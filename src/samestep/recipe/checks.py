@@ -214,7 +214,7 @@ def _shard_ranks(recipe: Recipe) -> Iterator[Finding]:
     if engine.ranks < 2:
         yield "engine.ranks", f"hsdp needs at least 2 ranks, got {engine.ranks}; use fsdp for one"
         return
-    shard_ranks = engine.shard_ranks or engine.ranks // 2
+    shard_ranks = engine.sharing_ranks
     if engine.ranks % shard_ranks:
         given = f"{shard_ranks}" if engine.shard_ranks else f"half of the ranks, {shard_ranks},"
         divisors = [str(number) for number in range(1, engine.ranks + 1) if engine.ranks % number == 0]

@@ -254,6 +254,13 @@ class Engine(Section):
     timeout_seconds: Seconds = 600
     """A collective that waits longer than this ends the run."""
 
+    @property
+    def sharing_ranks(self) -> int:
+        """Ranks that hold one copy of the masters together."""
+        if self.name == "hsdp":
+            return self.shard_ranks or max(1, self.ranks // 2)
+        return 1 if self.name in ("single", "ddp") else self.ranks
+
 
 class Optimizer(Section):
     """The optimizer: torch's own, the same one on every engine."""

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from samestep.errors import Interrupted, OutputError, RunError, SamestepError
 from samestep.recipe.schema import Recipe
 from samestep.training import folder
 from samestep.training.request import Request
+from samestep.training.signals import handled
 
 # SIGTERM, by which the launcher ends the ranks that are left.
 _ENDED_BY_US = (-15, 143)
@@ -132,26 +132,15 @@ def _silence_elastic() -> None:
 @contextlib.contextmanager
 def _interrupt_as_sigterm() -> Generator[None]:
     """Ctrl-C and a closed terminal reach the ranks as SIGTERM: as SIGINT, it makes a rank that is still starting print
-    a traceback. A SIGHUP that nohup has had ignored stays ignored."""
+    a traceback."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def handle(_number: int, _frame: object) -> None:
         raise SignalException("interrupted", sigval=signal.SIGTERM)
 
     # The launcher replaces the handler of SIGTERM and leaves its own behind.
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGINT, handle)
-    if before[signal.SIGHUP] != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, handle)
-    try:
+    with handled(handle, signal.SIGINT, signal.SIGHUP, also_restored=[signal.SIGTERM]):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _reported(scratch: Path, error: Any) -> SamestepError:

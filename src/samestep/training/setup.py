@@ -87,8 +87,8 @@ def resolved(recipe: Recipe, model: torch.nn.Module, steps: int) -> Recipe:
     engine = recipe.engine
     units = sorted({type(m).__name__ for m in models.unit_modules(model, engine.unit_classes)})
     changes: dict[str, Any] = {"unit_classes": units or None}
-    if engine.name == "hsdp" and engine.shard_ranks is None:
-        changes["shard_ranks"] = max(1, engine.ranks // 2)
+    if engine.name == "hsdp":
+        changes["shard_ranks"] = engine.sharing_ranks
     precision = recipe.precision
     if precision.export_rounding is None:
         rounding = "stochastic" if precision.regime.endswith("stochastic") else "nearest"

@@ -72,11 +72,12 @@ def test_leaving_early_ends_the_process_and_what_it_started(
     assert not state.exists() or state.read_text().rsplit(") ", 1)[1].startswith("Z")
 
 
-def test_sigterm_is_an_interrupt() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_is_an_interrupt(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), child.interrupted_by_sigterm():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
 
 
 def test_a_log_that_cannot_be_written(recipe: Recipe, tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ class Costs:
             for resource in RESOURCES
         }
 
+    def if_free(self) -> dict[Resource, float]:
+        """Seconds of the overlapped step without each resource's time. The least of them names what limits the step."""
+        return {r: Costs(self._work, self._machine, free=frozenset({r})).step().overlapped for r in RESOURCES}
+
     def _times(self, resource: Resource, seconds: float) -> float:
         return 0.0 if resource in self._free else seconds
 

@@ -65,6 +65,11 @@ class Cluster(Section):
     price_per_device_hour: Annotated[float, Field(ge=0, lt=1e9)] | None = None
     """Price of a device for an hour, in any currency; null: no cost is given."""
 
+    @property
+    def ranks(self) -> int:
+        """Ranks of a run: one on every device."""
+        return self.nodes * self.devices_per_node
+
 
 def load(given: Sequence[str]) -> Cluster:
     """The cluster of files and FIELD=VALUE texts, in order, so that a later one wins. RecipeError with all problems."""

@@ -11,7 +11,7 @@ from samestep import memory, models
 from samestep.bench.flops import Decoder, mfu, model_flops, six_n
 from samestep.errors import EngineError
 from samestep.planning.cluster.calibration import REACHED
-from samestep.planning.cluster.costs import RESOURCES, Costs
+from samestep.planning.cluster.costs import Costs
 from samestep.planning.cluster.description import Cluster
 from samestep.planning.cluster.machine import Machine, machine_of
 from samestep.planning.cluster.work import Work, work_of
@@ -36,7 +36,7 @@ def predict(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     engine.ranks becomes the number of devices. Where the memory plan does not fit the device, everything that would
     need it to is None. Reads the model's config only. Raises SamestepError.
     """
-    ranks = cluster.nodes * cluster.devices_per_node
+    ranks = cluster.ranks
     if recipe.engine.name == "single" and ranks != 1:
         raise EngineError(
             f"single is one process, but the cluster has {ranks} devices",
@@ -80,7 +80,7 @@ def _speed(recipe: Recipe, cluster: Cluster, model: nn.Module, work: Work, machi
     costs = Costs(work, machine)
     step = costs.step()
     seconds = step.overlapped
-    without = {r: Costs(work, machine, free=frozenset({r})).step().overlapped for r in RESOURCES}
+    without = costs.if_free()
     tokens = work.tokens * work.micro_batches / seconds
     decoder, length = Decoder.of(model), recipe.data.max_tokens
     causal = model_flops(decoder, [length], "causal") / length
@@ -89,7 +89,7 @@ def _speed(recipe: Recipe, cluster: Cluster, model: nn.Module, work: Work, machi
         "step_seconds": seconds,
         "step_seconds_without_overlap": step.serial,
         "seconds": costs.parts(),
-        "limited_by": min(RESOURCES, key=lambda resource: without[resource]),
+        "limited_by": min(without, key=lambda resource: without[resource]),
         "step_seconds_if_free": without,
         "tokens_per_second_per_device": tokens,
         "tokens_per_second_per_device_range": [tokens * share for share in REACHED],

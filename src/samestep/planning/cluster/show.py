@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from samestep.planning.sizes import size_text
+from samestep.planning.tables import columns, say
 
 _PARTS = {
     "compute": "matrix multiplications",
@@ -29,18 +29,14 @@ _LIMITS = {
 def show(report: dict[str, Any], console: Console) -> None:
     """Prints a report that `prediction.predict` made."""
     shape = f"{report['nodes']:,} x {report['devices_per_node']} {report['device']}"
-    _say(console, f"{report['engine']} on {shape}, {report['parameters']:,} parameters, regime {report['regime']}")
+    say(console, f"{report['engine']} on {shape}, {report['parameters']:,} parameters, regime {report['regime']}")
     for sentence in _headline(report):
-        _say(console, sentence)
+        say(console, sentence)
     if report["memory"]["fits"]:
         console.print(_seconds(report))
-    _say(console, "Assumed:")
+    say(console, "Assumed:")
     for text in report["assumptions"]:
-        _say(console, f"- {text}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, f"- {text}")
 
 
 def _headline(report: dict[str, Any]) -> list[str]:
@@ -78,10 +74,7 @@ def _cost(cost: dict[str, Any]) -> list[str]:
 
 
 def _seconds(report: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("in a step")
-    for heading in ("takes", "step without it"):
-        table.add_column(heading, justify="right")
+    table = columns("in a step", "takes", "step without it")
     for part, seconds in report["seconds"].items():
         if seconds:
             table.add_row(_PARTS[part], _duration(seconds), _duration(report["step_seconds_if_free"][part]))

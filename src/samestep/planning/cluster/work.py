@@ -99,13 +99,9 @@ def work_of(recipe: Recipe, model: nn.Module, *, recomputed: float | None = None
     ]
     logits = memory.logits_bytes(model, recipe, plan.compute)
     root = _unit(model, taken, tokens, whole, float8, scores=0.0, recomputed=0.0, saved=logits)
-    optimizer = recipe.train.optimizer
-    moments = 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
-    compensation = plan.master.itemsize if plan.update == "compensated" else 0
-    shards = {"single": 1, "ddp": 1, "hsdp": engine.shard_ranks or max(1, engine.ranks // 2)}
     return Work(
         engine=engine.name,
-        shard_ranks=shards.get(engine.name, engine.ranks),
+        shard_ranks=engine.sharing_ranks,
         ranks=engine.ranks,
         tokens=tokens,
         micro_batches=recipe.train.accumulation,
@@ -116,7 +112,7 @@ def work_of(recipe: Recipe, model: nn.Module, *, recomputed: float | None = None
         reduce_bytes=plan.reduce.itemsize,
         gradient_bytes=plan.gradient.itemsize,
         master_bytes=plan.master.itemsize,
-        state_bytes=moments * plan.moments.itemsize + compensation,
+        state_bytes=sum(memory.optimizer_state(recipe, plan, 1).values()),
         reduces_every_micro_batch=engine.reduce_every == "micro_batch",
         reshards=engine.reshard_after_forward or engine.name == "zero3",
         tree=engine.reduce_order == "tree",
