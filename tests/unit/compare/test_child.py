@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,19 @@ def test_leaving_early_ends_the_process_and_what_it_started(
         while not log.read_text().endswith("\n"):
             assert not started.ended(0.05)
     assert started.ended(0)
-    state = Path(f"/proc/{log.read_text().strip()}/stat")
-    # Gone, or a zombie that whoever adopted it has not reaped yet.
-    assert not state.exists() or state.read_text().rsplit(") ", 1)[1].startswith("Z")
+    # It was sent SIGKILL and is nobody's child here, so its end is waited for; it would sleep for longer than that.
+    deadline = time.monotonic() + 30
+    while not _has_ended(int(log.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _has_ended(int(log.read_text()))
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that whoever adopted it has not reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
