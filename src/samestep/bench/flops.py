@@ -41,8 +41,8 @@ _OTHER_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The attention of one layer: `width` is heads times head size; `window` how many keys a query sees at most, its own
-    included, None for all."""
+    """The attention of one layer: `width` is heads times head size; `window` how many keys a query sees at most, its
+    own included, None for all."""
 
     width: int
     window: int | None = None
