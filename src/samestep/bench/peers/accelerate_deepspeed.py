@@ -22,7 +22,6 @@ class Loop:
         model, _ = load(recipe)
         parameters = sum(p.numel() for p in model.parameters())
         self._accelerator = Accelerator(
-            cpu=here.device.type == "cpu",
             mixed_precision="bf16" if recipe.precision.regime == "mixed" else "no",
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(recipe, parameters), zero3_init_flag=False),
         )

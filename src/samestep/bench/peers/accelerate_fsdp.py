@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
 from samestep.bench.peers.batches import Losses, load, mean_over_ranks, optimizer_for
 from samestep.bench.timing import Parts
 from samestep.data import GlobalStep
@@ -18,20 +21,25 @@ class Loop:
         from accelerate.utils import DistributedType
 
         model, units = load(recipe)
-        precision = "bf16" if recipe.precision.regime == "mixed" else "no"
+        mixed = recipe.precision.regime == "mixed"
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
+            # Its own choice for bf16 would reduce in bf16 as well.
+            mixed_precision_policy=MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if mixed else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
             reshard_after_forward=recipe.engine.reshard_after_forward,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=sorted({type(unit).__name__ for unit in units}),
             cpu_ram_efficient_loading=False,
         )
         on_cpu = here.device.type == "cpu"
-        self._accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision, fsdp_plugin=None if on_cpu else plugin)
+        self._accelerator = Accelerator(
+            cpu=on_cpu, mixed_precision="bf16" if mixed else "no", fsdp_plugin=None if on_cpu else plugin
+        )
         if on_cpu:
             # accelerate offers FSDP on accelerators only; its code for it works on the CPU as well.
             PartialState().distributed_type = self._accelerator.state.distributed_type = DistributedType.FSDP
-            plugin.set_mixed_precision(precision)
             self._accelerator.state.fsdp_plugin = plugin
         optimizer = optimizer_for(model.named_parameters(), recipe)
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
