@@ -12,17 +12,17 @@ _LEFT = 1
 
 
 def headings() -> list[str]:
-    """Of the first table."""
+    """Of the first table. A line break is where a narrow terminal breaks."""
     return [
         "",
-        "tokens/s/device",
+        "tokens/s\n/device",
         "step (s)",
         "quartiles",
-        "MFU 6N",
-        "MFU causal",
-        "MFU full",
-        "label tokens/s",
-        "peak GB/rank",
+        "MFU\n6N",
+        "MFU\ncausal",
+        "MFU\nfull",
+        "label\ntokens/s",
+        "peak GB\n/rank",
     ]
 
 
@@ -45,7 +45,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def split_headings() -> list[str]:
     """Of the second table: seconds of a step that is taken apart."""
-    return ["", "data", "forward", "backward", "optimizer", "rest", "whole step", "communication"]
+    return ["", "data", "forward", "backward", "optimizer", "rest", "whole\nstep", "communi-\ncation"]
 
 
 def split_cells(row: dict[str, Any]) -> list[str]:
@@ -61,10 +61,16 @@ def tables(report: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
     rows = report["rows"]
     absent = [[each["title"], each["status"]] for each in report["not_installed"]]
     width = len(headings())
-    found = [(headings(), [*map(cells, rows), *(row + ["-"] * (width - len(row)) for row in absent)])]
+    found = [_known(headings(), [*map(cells, rows), *(row + ["-"] * (width - len(row)) for row in absent)])]
     if all(row["split_seconds"] for row in rows):
         found.append((split_headings(), [split_cells(row) for row in rows]))
     return found
+
+
+def _known(names: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without the columns of MFU where it is known for nobody; a footnote says why."""
+    kept = [i for i, name in enumerate(names) if not name.startswith("MFU") or any(row[i] != "-" for row in rows)]
+    return [names[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def ratio_lines(report: dict[str, Any]) -> list[str]:
@@ -100,7 +106,7 @@ def rich_tables(report: dict[str, Any]) -> list[Table]:
     for names, rows in tables(report):
         table = Table(box=box.SIMPLE)
         for index, name in enumerate(names):
-            table.add_column(name, justify="left" if index < _LEFT else "right")
+            table.add_column(name, justify="left" if index < _LEFT else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         built.append(table)
@@ -114,7 +120,7 @@ def markdown(report: dict[str, Any], versions: dict[str, str]) -> str:
     for number, (names, rows) in enumerate(tables(report)):
         if number == 1:
             lines += ["Seconds of a step that is taken apart (by timers and a profiler, which slow it):", ""]
-        lines += [_line(names), _line(["---"] * len(names)), *map(_line, rows), ""]
+        lines += [_line([_joined(name) for name in names]), _line(["---"] * len(names)), *map(_line, rows), ""]
     lines += ["Step time over step time, median over rounds (smallest-largest):", ""]
     lines += [f"- {line}" for line in ratio_lines(report)]
     return "\n".join([*lines, "", *sentences(report)]) + "\n"
@@ -128,6 +134,11 @@ def share(value: float | None) -> str:
 def seconds(value: float | None) -> str:
     """Seconds; a dash where they were not measured."""
     return "-" if value is None else f"{value:.3f}"
+
+
+def _joined(heading: str) -> str:
+    """The heading on one line."""
+    return heading.replace("-\n", "").replace("\n/", "/").replace("\n", " ")
 
 
 def _line(cells_of_row: list[str]) -> str:

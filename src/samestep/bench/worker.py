@@ -23,4 +23,8 @@ def _round(content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(Path(sys.argv[1]), _round))
+    code = run_rank(Path(sys.argv[1]), _round)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written. Threads that a library or the profiler has left would abort an orderly exit now and then.
+    os._exit(code)

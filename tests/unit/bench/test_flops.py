@@ -91,7 +91,7 @@ def test_adapters_leave_the_gradients_of_the_base_out() -> None:
     base = Decoder.of(model_of(tie_word_embeddings=False))
     adapters = 3 * (2 * 24 + 2 * 24 + 2 * 24 + 2 * 12)  # A and B of q (24 to 24) and v (24 to 12)
     assert (decoder.weights, decoder.frozen_weights) == (base.weights + adapters, base.weights)
-    # In the first layer nothing before the adapters is differentiated: the inputs of q, k, v and of both A (q and v have
+    # In the first layer nothing before the adapters is differentiated: the inputs of q, k, v and both A (q and v have
     # 2 columns there), and the keys, which no adapter reaches.
     below = 2 * ROWS * LENGTH * 24 * (24 + 12 + 12 + 2 + 2) + 2 * ROWS * LENGTH * LENGTH * 24
     assert flops.model_flops(decoder, [LENGTH] * ROWS, "full") == counted(model, backward=True) + below
