@@ -1,4 +1,4 @@
-"""`samestep bench` as people run it: real ranks, two engines of ours and one loop of another tool."""
+"""`samestep bench` as people run it: real ranks, an engine of ours and a loop of another tool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from tests.small_runs import change, make_folder, processes_of
 
 
-def test_two_engines_and_a_loop_take_turns(tmp_path: Path) -> None:
+def test_an_engine_and_a_loop_take_turns(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     folder = make_folder(tmp_path, rows=40)
     change(folder, {"engine.name": "fsdp", "precision.regime": "full", "train.max_grad_norm": 0.5})
-    arguments = ["--engines", "fsdp,zero3", "--against", "fsdp2", "--rounds", "1"]
+    arguments = ["--engines", "zero3", "--against", "fsdp2", "--rounds", "1"]
     arguments += ["--warmup", "1", "--steps", "2", "--split", "1", "--out", "b"]
     done = subprocess.run(
         [sys.executable, "-m", "samestep", "bench", "r.yaml", *arguments],
@@ -30,12 +30,12 @@ def test_two_engines_and_a_loop_take_turns(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "b" / "bench.json").read_text())
-    ours, zero, raw = report["rows"]
-    assert [row["engine"] for row in report["rows"]] == ["fsdp", "zero3", "fsdp2"]
-    # The same work: our engines to the bit, the loop with its own clipping and its own sums to fp32's rounding.
-    assert zero["losses"] == ours["losses"] | {"bit_equal": True, "max_abs_gap": 0.0}
+    ours, raw = report["rows"]
+    assert [row["engine"] for row in report["rows"]] == ["zero3", "fsdp2"]
+    # The same work, to fp32's rounding: the loop has its own clipping and its own sums.
+    assert ours["losses"]["bit_equal"]
     assert raw["losses"]["max_abs_gap"] < 1e-4
-    assert list(report["ratios"]) == ["fsdp/zero3", "fsdp/fsdp2", "zero3/fsdp2"]
+    assert list(report["ratios"]) == ["zero3/fsdp2"]
     lines = [json.loads(line) for line in (folder / "b" / "rounds.jsonl").read_text().splitlines()]
     for row, line in zip(report["rows"], lines, strict=True):
         assert len(line["step_seconds"]) == 2
