@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -96,13 +97,14 @@ def _row(each: Contender, rounds: Sequence[Measured], decoder: Decoder | None, p
 
 
 def _split(rounds: Sequence[Measured]) -> dict[str, float | None] | None:
-    """Medians over the rounds of the seconds of a step's parts; None where a part cannot be told from another."""
+    """Means over the rounds, so that they add up, of the seconds of a step's parts; None where a part cannot be told
+    from another."""
     if not all(measured.parts for measured in rounds):
         return None
     found: dict[str, float | None] = {}
     for name in (*PARTS, "communication", "step"):
         values = [value for measured in rounds if (value := measured.parts.get(name)) is not None]
-        found[name] = Spread.of(values).median if len(values) == len(rounds) else None
+        found[name] = statistics.fmean(values) if len(values) == len(rounds) else None
     return found
 
 

@@ -23,6 +23,8 @@ from samestep.training import folder
 from samestep.training.launch import launch_ranks
 from samestep.training.machine import versions
 
+# A file or a pipe has no width; the tables fit into this one.
+_PIPED_COLUMNS = 140
 REPORT, PAGE, ROUNDS = "bench.json", "bench.md", "rounds.jsonl"
 
 
@@ -139,6 +141,8 @@ def _round(each: Contender, settings: Settings, out: Path) -> Measured:
 
 def _show(report: dict[str, Any], out: Path) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PIPED_COLUMNS)
     for table in rich_tables(report):
         console.print(table)
     lines = ["Step time over step time, median over rounds (smallest-largest):", *ratio_lines(report)]
