@@ -31,6 +31,7 @@ from typing import Any, Literal, Self
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from samestep import models
 from samestep.errors import ModelError
 
 Mask = Literal["causal", "full"]
@@ -103,7 +104,7 @@ class Decoder:
 
         Raises ModelError for what these closed forms do not fit: experts, latent or linear attention, convolutions.
         """
-        config: Any = model.config
+        config = models.config_of(model)
         _refuse_others(model, config)
         linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
         find: Any = getattr(model, "get_output_embeddings", lambda: None)

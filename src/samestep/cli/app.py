@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from samestep import __version__
-from samestep.cli import checkpoint, compare, env, init, migrate, plan, schema, train
+from samestep.cli import bench, checkpoint, compare, env, init, migrate, plan, schema, train
 from samestep.cli.options import DebugOption
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("init")(init.init)
 app.command("plan")(plan.plan)
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
+app.command("bench")(bench.bench)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("migrate")(migrate.migrate)
 app.command("env")(env.env)

@@ -7,10 +7,11 @@ attributes of DeepSpeed that this needs are read in this file alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,9 +151,23 @@ class DeepSpeedEngine:
     def apply(self, lr: float) -> None:
         set_lr(self._zero.optimizer, lr)
         self.updates += 1
-        self._engine.step()
+        with self._norm_is_known():
+            self._engine.step()
         if self._zero.overflow:
             raise RunError("DeepSpeed skipped a step whose gradient is finite", remedy="Report this as a bug.")
+
+    @contextlib.contextmanager
+    def _norm_is_known(self) -> Generator[None]:
+        """Keeps ZeRO-3 from finding the norm of a gradient that is known to be finite: a pass over all of it in fp64,
+        for its own clipping, which is off. `discard` needs that pass: by it DeepSpeed sees that nothing may move."""
+        if self.stage < 3 or self._zero.offload_optimizer:
+            yield
+            return
+        self._zero._get_norm_groups = lambda: [torch.zeros((), device=self._world.device)]
+        try:
+            yield
+        finally:
+            del self._zero._get_norm_groups
 
     def _round_stochastically(self) -> None:
         """Has DeepSpeed round its masters stochastically, instead of to nearest, before it gathers them."""

@@ -17,6 +17,7 @@ from typing import Any
 from samestep import world
 from samestep.checkpoint import store
 from samestep.errors import Interrupted, OutputError, RunError, SamestepError
+from samestep.recipe.schema import Engine as EngineRecipe
 from samestep.recipe.schema import Recipe
 from samestep.training import folder
 from samestep.training.request import Request
@@ -79,47 +80,58 @@ def _run_and_leave(request: Request) -> dict[str, Any] | None:
 
 
 def _launch(request: Request, port: int | None) -> None:
+    try:
+        launch_ranks("samestep.training.worker", request.content(), request.recipe.engine, port=port)
+    except Interrupted as error:
+        if (request.out / "summary.json").exists():
+            return
+        raise Interrupted("the run was interrupted before its first step was done", where=str(request.out)) from error
+
+
+def launch_ranks(
+    module: str, content: dict[str, Any], engine: EngineRecipe, *, ranks: int | None = None, port: int | None = None
+) -> None:
+    """Runs `python -m module REQUEST` on ranks of its own, as many as the engine's or `ranks`, until all have ended.
+
+    REQUEST is a file with `content` as JSON and the launcher's process id, for `worker.run_rank`. Raises SamestepError
+    with the message of the rank that failed, Interrupted when it was asked to end.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    world.require_room(request.recipe.engine.ranks)
+    world.require_room(ranks or engine.ranks)
     endpoint = f"localhost:{port or 0}"
     if port is not None:
         _require_free(port)
     _silence_elastic()
     with tempfile.TemporaryDirectory(prefix="samestep-") as scratch:
         order = Path(scratch) / "request.json"
-        content = {**request.content(), "launcher": os.getpid()}
-        order.write_text(json.dumps(content), encoding="utf-8")
+        order.write_text(json.dumps({**content, "launcher": os.getpid()}), encoding="utf-8")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=request.recipe.engine.ranks,
+            nproc_per_node=ranks or engine.ranks,
             rdzv_backend="c10d",
             rdzv_endpoint=endpoint,
             run_id="samestep",
             max_restarts=0,
             monitor_interval=0.1,
             # A rank that was asked to end first ends its step and writes what was trained.
-            shutdown_timeout=request.recipe.engine.timeout_seconds,
+            shutdown_timeout=engine.timeout_seconds,
             # Ctrl-C is ours, see below; ranks whose launcher a closed terminal ended stop by themselves.
             signals_to_handle="SIGTERM",
             # Otherwise it makes a folder of its own for logs that nobody asked for, and leaves it.
             logs_specs=DefaultLogsSpecs(log_dir=scratch),
         )
-        os.environ.setdefault("OMP_NUM_THREADS", str(request.recipe.engine.threads))
+        os.environ.setdefault("OMP_NUM_THREADS", str(engine.threads))
         try:
             with _interrupt_as_sigterm():
-                elastic_launch(config, entrypoint=sys.executable)("-m", "samestep.training.worker", str(order))
+                elastic_launch(config, entrypoint=sys.executable)("-m", module, str(order))
         except ChildFailedError as error:
             raise _reported(Path(scratch), error) from error
         except SignalException as error:
-            if (request.out / "summary.json").exists():
-                return
-            raise Interrupted(
-                "the run was interrupted before its first step was done", where=str(request.out)
-            ) from error
+            raise Interrupted("the ranks were asked to end") from error
 
 
 def _silence_elastic() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,13 +13,16 @@ import torch
 from samestep import models
 from samestep.data import Batch, GlobalStep, Loader
 from samestep.engines import gradients
-from samestep.engines.protocol import Engine
+from samestep.engines.protocol import Engine, Turn
 from samestep.precision.facts import ComputeObserver, Facts, observe
 from samestep.precision.plan import Plan
 from samestep.recipe.schema import Recipe
 from samestep.training.loss_scale import DynamicScale
 from samestep.training.monitor import Monitor, Shares
 from samestep.world import World, gather_numbers
+
+Span = Callable[[str], AbstractContextManager[None]]
+"""Surrounds a part of a step: data, forward, backward or optimizer. A benchmark measures with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +43,25 @@ class StepOutcome:
     facts: Facts | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """What became of a step's gradient."""
+
+    grad_norm: float
+    grad_norm_clipped: float
+    skipped: bool
+    shares: Shares | None
+    gradient_dtypes: set[torch.dtype]
+
+
 class Stepper:
     """Takes optimizer steps with one engine. Holds the loss scale and what the monitor remembers, nothing else."""
 
-    def __init__(self, engine: Engine, recipe: Recipe, world: World, plan: Plan) -> None:
+    def __init__(
+        self, engine: Engine, recipe: Recipe, world: World, plan: Plan, *, span: Span = lambda _: nullcontext()
+    ) -> None:
         self.engine = engine
+        self._span = span
         self.scale = DynamicScale(recipe.precision.loss_scale) if plan.compute == torch.float16 else None
         self._recipe = recipe
         self._world = world
@@ -67,11 +85,30 @@ class Stepper:
         loss, (should_stop, should_save), logits = self._forward_backward(data, index, (stop, save))
         if observer is not None:
             observer.close()
+        with self._span("optimizer"):
+            updated = self._update(loss, lr, measure)
+        found = None
+        if observer is not None and not updated.skipped:
+            found = self._observe(observer, updated.gradient_dtypes, logits)
+        return StepOutcome(
+            loss=loss,
+            grad_norm=updated.grad_norm,
+            grad_norm_clipped=updated.grad_norm_clipped,
+            skipped=updated.skipped,
+            should_stop=should_stop,
+            should_save=should_save,
+            shares=updated.shares,
+            facts=found,
+        )
+
+    def _update(self, loss: float, lr: float, measure: bool) -> _Update:
+        """Norm, clipping and the update of the weights, or none where the loss or the gradient is not finite."""
         reduced = self.engine.gradients()
         scale = self.scale.value if self.scale else 1.0
         norm = gradients.global_norm(reduced, self.engine.replica, self._world) / scale
         shares = None
         clipped = norm
+        # Some engines drop these tensors when they update.
         gradient_dtypes = {g.dtype for g in reduced}
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         if skipped:
@@ -85,18 +122,8 @@ class Stepper:
             self.engine.apply(lr)
             if before is not None:
                 shares = self.monitor.after(before, lr=lr)
-        found = None
-        if observer is not None and not skipped:
-            found = self._observe(observer, gradient_dtypes, logits)
-        return StepOutcome(
-            loss=loss,
-            grad_norm=norm,
-            grad_norm_clipped=clipped,
-            skipped=skipped,
-            should_stop=should_stop,
-            should_save=should_save,
-            shares=shares,
-            facts=found,
+        return _Update(
+            grad_norm=norm, grad_norm_clipped=clipped, skipped=skipped, shares=shares, gradient_dtypes=gradient_dtypes
         )
 
     def _forward_backward(
@@ -108,21 +135,26 @@ class Stepper:
         for turn in self.engine.turns(data.micro_steps):
             # Dropout is a function of where we are in the run, so that engines, ranks and resumed runs agree on it.
             torch.manual_seed(_dropout_seed(self._recipe.train.seed, index, turn.micro, turn.rank))
-            loss, output = self._loss_sum(data.batch(turn.micro, turn.rank))
+            with self._span("data"):
+                inputs = self._inputs(data, turn)
+            with self._span("forward"):
+                loss, output = self._loss_sum(inputs)
             logits = output.dtype
             sums.append(loss.detach().double())
             # One division by the label tokens of the whole global batch: never a mean of means.
-            self.engine.backward(loss / data.label_tokens * scale, turn, data.micro_steps)
+            with self._span("backward"):
+                self.engine.backward(loss / data.label_tokens * scale, turn, data.micro_steps)
         rows = gather_numbers([*map(float, wishes), *torch.stack(sums).tolist()], self._world)
         total = _exact_sum(value for row in rows for value in row[2:])
         # Ranks hear of a signal at different times, and clocks differ: what one wishes, all do.
         stop, save = any(row[0] for row in rows), any(row[1] for row in rows)
         return total / data.label_tokens, (stop, save), logits
 
-    def _loss_sum(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return models.loss_sum(
-            self.engine.model, on_device(batch, self._world.device), attention=self._recipe.model.attention
-        )
+    def _inputs(self, data: GlobalStep, turn: Turn) -> models.Inputs:
+        return on_device(data.batch(turn.micro, turn.rank), self._world.device)
+
+    def _loss_sum(self, inputs: models.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return models.loss_sum(self.engine.model, inputs, attention=self._recipe.model.attention)
 
     def _observe(self, observer: ComputeObserver, gradient_dtypes: set[torch.dtype], logits: torch.dtype) -> Facts:
         masters = self.engine.masters()
@@ -160,7 +192,7 @@ class Stepper:
                 data = loader.step(index)
                 label_tokens += data.label_tokens
                 for turn in self.engine.turns(data.micro_steps):
-                    sums.append(self._loss_sum(data.batch(turn.micro, turn.rank))[0].item())
+                    sums.append(self._loss_sum(self._inputs(data, turn))[0].item())
         model.train()
         rows = gather_numbers(sums, self._world)
         return _exact_sum(value for row in rows for value in row) / label_tokens

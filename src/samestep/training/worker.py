@@ -1,4 +1,4 @@
-"""One rank as a process of its own: `python -m samestep.training.worker REQUEST`. Started by `launch`."""
+"""One rank of a run as a process of its own: `python -m samestep.training.worker REQUEST`. Started by `launch`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from samestep.errors import SamestepError
 
 
-def main(order: Path) -> int:
-    """Runs the rank; a failure is left beside the request as one message for the launcher."""
+def run_rank(order: Path, work: Callable[[dict[str, Any]], None]) -> int:
+    """Does `work` with the content of the request and returns the exit code; a failure is left beside the request as
+    one message for the launcher."""
     try:
         content = json.loads(order.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -25,10 +28,7 @@ def main(order: Path) -> int:
     from samestep import world
 
     try:
-        from samestep.training.rank import run
-        from samestep.training.request import Request
-
-        run(Request.of(content))
+        work(content)
     except SamestepError as error:
         return _fail(order, str(error), error.exit_code, unexpected=False)
     except KeyboardInterrupt:
@@ -61,5 +61,12 @@ def _fail(order: Path, message: str, exit_code: int, *, unexpected: bool) -> int
     return exit_code
 
 
+def _train(content: dict[str, Any]) -> None:
+    from samestep.training.rank import run
+    from samestep.training.request import Request
+
+    run(Request.of(content))
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(run_rank(Path(sys.argv[1]), _train))

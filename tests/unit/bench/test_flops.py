@@ -83,6 +83,20 @@ def test_recomputation_is_one_more_forward_pass_of_the_blocks() -> None:
     assert expected - counted(model, backward=True) == 3 * 2 * ROWS * LENGTH * 40 * 24
 
 
+def test_adapters_leave_the_gradients_of_the_base_out() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model_of(tie_word_embeddings=False), settings)
+    decoder = Decoder.of(model)
+    base = Decoder.of(model_of(tie_word_embeddings=False))
+    adapters = 3 * (2 * 24 + 2 * 24 + 2 * 24 + 2 * 12)  # A and B of q (24 to 24) and v (24 to 12)
+    assert (decoder.weights, decoder.frozen_weights) == (base.weights + adapters, base.weights)
+    # In the first layer nothing before the adapters is differentiated: the inputs of q, k, v and both A (q and v have
+    # 2 columns there), and the keys, which no adapter reaches.
+    below = 2 * ROWS * LENGTH * 24 * (24 + 12 + 12 + 2 + 2) + 2 * ROWS * LENGTH * LENGTH * 24
+    assert flops.model_flops(decoder, [LENGTH] * ROWS, "full") == counted(model, backward=True) + below
+
+
 def test_frozen_weights_save_their_own_gradients() -> None:
     model: Any = model_of(tie_word_embeddings=False)
     for layer in model.model.layers:
