@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from samestep.errors import OutputError, RunError, SamestepError
 from samestep.recipe import Recipe
-from samestep.training.signals import handled
 
 # Longer than the 30 seconds that the launcher gives its ranks to end.
 _GRACE_SECONDS = 45.0
@@ -90,17 +89,6 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
-
-
-@contextlib.contextmanager
-def interrupted_by_sigterm() -> Generator[None]:
-    """SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does, so that children are ended on the way."""
-
-    def handle(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with handled(handle, signal.SIGTERM, signal.SIGHUP):
-        yield
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -11,15 +11,17 @@ from rich.console import Console
 
 from samestep.compare import kept
 from samestep.compare import picture as pictures
-from samestep.compare.child import Child, interrupted_by_sigterm
+from samestep.compare.child import Child
 from samestep.compare.outcome import Outcome, read_outcome
 from samestep.compare.progress import VariantProgress
 from samestep.compare.publish import PAGE, PICTURE, REPORT, publish
 from samestep.compare.report import make_report
 from samestep.compare.variants import Variant, recipes, variant
-from samestep.errors import EngineError, OutputError, RunError, SamestepError
+from samestep.errors import EngineError, OutputError, PrecisionError, RunError, SamestepError
 from samestep.recipe import Recipe
 from samestep.training import folder
+from samestep.training.guard import refuse_recipe
+from samestep.training.signals import as_interrupt
 
 _POLL_SECONDS = 0.2
 
@@ -63,6 +65,7 @@ def compare_variants(
     if resume and (report := kept.finished(out, variants, states)):
         _say(Console(stderr=True), f"nothing is left to do: {out / REPORT}")
         return report
+    _guard(variants, checked, states)
     kept.remember(out, variants, checked)
     try:
         outcomes = _run_all(variants, checked, states, out)
@@ -77,6 +80,16 @@ def compare_variants(
     return report
 
 
+def _guard(variants: Sequence[Variant], checked: Sequence[Recipe], states: Sequence[kept.State]) -> None:
+    """Has the guard refuse a variant before the first one starts, not when its turn comes."""
+    for each, recipe, state in zip(variants, checked, states, strict=True):
+        if state in ("absent", "broken"):
+            try:
+                refuse_recipe(recipe)
+            except PrecisionError as error:
+                raise PrecisionError(str(error), where=f"variant {each.name}") from error
+
+
 def _tested(variants: Sequence[Variant]) -> list[str]:
     """Fields of the recipe in which variants of one seed may differ, since that is what is compared."""
     varied = [setting.partition("=")[0] for each in variants for setting in each.overrides]
@@ -88,7 +101,7 @@ def _run_all(
 ) -> list[Outcome]:
     console = Console(stderr=True)
     outcomes: list[Outcome] = []
-    with interrupted_by_sigterm():
+    with as_interrupt():
         for number, (each, recipe, state) in enumerate(zip(variants, checked, states, strict=True), start=1):
             run = out / each.name
             if state == "whole":

@@ -24,7 +24,9 @@ def table(report: dict[str, Any]) -> Table:
         pairs.setdefault(pair["b"], pair)  # pairs are in order, so the first one is with the first of the seed
     for variant in variants:
         losses = [_loss(variant["first_loss"]), _loss(variant["last_loss"])]
-        cells = [_engine(variant, variants), variant["precision"], *losses]
+        # The longest names would not leave room for the numbers on 80 columns.
+        regime = variant["precision"].replace("-stochastic", "-\nstochastic")
+        cells = [_engine(variant, variants), regime, *losses]
         if has_held_out:
             held_out = variant["held_out"]
             cells += [_loss(held_out["before"]), _loss(held_out["after"])] if held_out else ["-", "-"]

@@ -67,10 +67,12 @@ def _files(path: Path) -> list[Path]:
             raise DataError(
                 "no such file or folder.",
                 where=str(path),
-                remedy="Correct data.path, or write {hub: NAME} for a data set of the hub.",
+                remedy="Correct the path in the recipe, or write {hub: NAME} for a data set of the hub.",
             )
         if not path.is_file():
-            raise DataError("is neither a file nor a folder.", where=str(path), remedy="Correct data.path.")
+            raise DataError(
+                "is neither a file nor a folder.", where=str(path), remedy="Correct the path in the recipe."
+            )
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}.", where=str(path)) from None
     if path.suffix.lower() not in SUFFIXES:

@@ -116,7 +116,7 @@ def _read_source(data: Data, path: str | HubData, layout: Format, tokenizer: Any
             ids.append(row.ids)
             counts.append(row.counts)
     if not outcomes:
-        raise DataError("holds no rows.", where=name, remedy="Correct data.path.")
+        raise DataError("holds no rows.", where=name, remedy="Correct the path in the recipe.")
     examples = Examples(
         tokens=np.concatenate(ids), counts=np.concatenate(counts), row_starts=np.cumsum(lengths, dtype=np.int64)
     )

@@ -151,23 +151,10 @@ class DeepSpeedEngine:
     def apply(self, lr: float) -> None:
         set_lr(self._zero.optimizer, lr)
         self.updates += 1
-        with self._norm_is_known():
+        with _norm_is_known(self._zero, self._world.device):
             self._engine.step()
         if self._zero.overflow:
             raise RunError("DeepSpeed skipped a step whose gradient is finite", remedy="Report this as a bug.")
-
-    @contextlib.contextmanager
-    def _norm_is_known(self) -> Generator[None]:
-        """Keeps ZeRO-3 from finding the norm of a gradient that is known to be finite: a pass over all of it in fp64,
-        for its own clipping, which is off. `discard` needs that pass: by it DeepSpeed sees that nothing may move."""
-        if self.stage < 3 or self._zero.offload_optimizer:
-            yield
-            return
-        self._zero._get_norm_groups = lambda: [torch.zeros((), device=self._world.device)]
-        try:
-            yield
-        finally:
-            del self._zero._get_norm_groups
 
     def _round_stochastically(self) -> None:
         """Has DeepSpeed round its masters stochastically, instead of to nearest, before it gathers them."""
@@ -267,6 +254,20 @@ class DeepSpeedEngine:
             where="engine.name",
             remedy="Use the DeepSpeed release that constraints.txt names.",
         )
+
+
+@contextlib.contextmanager
+def _norm_is_known(zero: Any, device: torch.device) -> Generator[None]:
+    """Keeps ZeRO-3 from finding the norm of a gradient that is known to be finite: a pass over all of it in fp64, for
+    its own clipping, which is off. `discard` needs that pass: by it DeepSpeed sees that nothing may move."""
+    if not hasattr(zero, "_get_norm_groups") or zero.offload_optimizer:
+        yield
+        return
+    zero._get_norm_groups = lambda: [torch.zeros((), device=device)]
+    try:
+        yield
+    finally:
+        del zero._get_norm_groups
 
 
 def _zero12_layout(

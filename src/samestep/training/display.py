@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -18,6 +20,7 @@ class Display:
         self._console = Console(stderr=True, quiet=quiet)
         self._every = every
         self._steps = steps
+        self._taken = self._skipped = 0
         self._progress: Progress | None = None
         if self._console.is_terminal and not quiet:
             self._progress = Progress(
@@ -49,6 +52,8 @@ class Display:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
+        self._taken += 1
+        self._skipped += record.skipped
         text = (
             f"loss {_shown(record.loss)}  grad norm {_shown(record.grad_norm)}  lr {record.lr:.3g}{_vanishing(record)}"
         )
@@ -56,6 +61,14 @@ class Display:
             self._progress.update(self._task, completed=record.step, description=text)
         elif record.step % self._every == 0 or record.step == self._steps:
             self.say(f"step {record.step}/{self._steps}  {text}")
+
+    def ended(self, status: str, *, steps: int, out: Path) -> None:
+        """Says, after the last step, how many moved nothing, and where the results are."""
+        if self._skipped:
+            none = " No weight has moved." if self._skipped == self._taken else ""
+            what = "were skipped, since their loss or gradient was not finite"
+            self.say(f"{self._skipped} of {self._taken} steps {what}.{none}")
+        self.say(f"{'done' if status == 'completed' else 'stopped as asked'} after {steps} steps: {out}")
 
     def close(self) -> None:
         if self._progress:

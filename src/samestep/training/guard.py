@@ -2,15 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
+from samestep import models
+from samestep.data import prepare
 from samestep.dtypes import dtype_name
+from samestep.engines.build import resolve_plan
 from samestep.engines.protocol import Shard
 from samestep.errors import PrecisionError
 from samestep.precision import lost_updates
+from samestep.precision.plan import Plan
+from samestep.recipe.schema import Recipe
+from samestep.training import setup
+from samestep.training.outlook import learning_rates
 from samestep.world import World, gather_numbers
+
+_ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def refuse_run(
+    recipe: Recipe, plan: Plan, masters: Callable[[], Sequence[Shard]], rates: Sequence[float], world: World
+) -> None:
+    """Refuses a run whose updates would be lost, as far as the recipe limits that and it can be known beforehand.
+
+    `masters` gives those of this rank, `rates` is the learning rate of every step. Raises PrecisionError.
+    """
+    if _looks(recipe, plan):
+        refuse_lost_updates(
+            masters(),
+            peak_lr=max(rates),
+            limit=recipe.precision.max_lost_update_share,
+            world=world,
+            regime=plan.regime,
+        )
+
+
+def refuse_recipe(recipe: Recipe) -> None:
+    """Raises what the run of this recipe would raise at its start, without starting it: PrecisionError, or an error of
+    its model or data. Holds the model on the CPU for a moment.
+
+    Looks at low-precision masters only, since fp32 ones lose nothing at rates that train: what is left, the run sees.
+    """
+    plan = resolve_plan(recipe, models.load_meta_model(recipe.model))
+    if plan.master == torch.float32 or not _looks(recipe, plan):
+        return
+    steps = recipe.train.steps
+    if steps is None:
+        tokenizer = models.load_tokenizer(recipe.model)
+        data = prepare(recipe.data, tokenizer, seed=recipe.train.seed)
+        steps = setup.total_steps(recipe, setup.training_loader(data, recipe, tokenizer))
+    model = models.load_model(recipe.model, seed=recipe.train.seed)
+    refuse_run(recipe, plan, lambda: _masters(model, plan), learning_rates(recipe, steps), _ALONE)
+
+
+def _looks(recipe: Recipe, plan: Plan) -> bool:
+    """Whether there is a limit, and something to know: the size of an SGD update is not known before it, and other
+    roundings than to nearest lose nothing."""
+    limited = recipe.precision.max_lost_update_share is not None
+    return limited and recipe.train.optimizer.name == "adamw" and plan.update == "nearest"
+
+
+def _masters(model: nn.Module, plan: Plan) -> list[Shard]:
+    """The masters that the plan gives a whole model, as samples would find them."""
+    return [
+        Shard(name=name, shape=tuple(p.shape), start=0, values=p.detach().reshape(-1).to(plan.master))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
 
 
 def refuse_lost_updates(

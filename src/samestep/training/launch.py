@@ -21,7 +21,7 @@ from samestep.recipe.schema import Engine as EngineRecipe
 from samestep.recipe.schema import Recipe
 from samestep.training import folder
 from samestep.training.request import Request
-from samestep.training.signals import handled
+from samestep.training.signals import as_interrupt, handled
 
 # SIGTERM, by which the launcher ends the ranks that are left.
 _ENDED_BY_US = (-15, 143)
@@ -58,7 +58,8 @@ def train(
     )
     if world.launched() and world.launched_rank() > 0:
         return _run_and_leave(request)
-    with folder.held(out, overwrite=overwrite, again=resume):
+    # Before the ranks have their own handlers; a run that was asked to end must let go of its folder.
+    with as_interrupt(), folder.held(out, overwrite=overwrite, again=resume):
         if world.launched():
             return _run_and_leave(request)
         if recipe.engine.name == "single":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from samestep import models, world
 from samestep.data import GlobalStep, prepare
 from samestep.engines import build, loading
-from samestep.engines.protocol import Engine
 from samestep.errors import CheckpointError, RunError, VerificationError
 from samestep.precision.facts import Facts, Violation, violations
 from samestep.precision.forecast import Forecast
@@ -26,7 +25,7 @@ from samestep.training.checkpoints import Checkpoints, Course, falls_on
 from samestep.training.display import Display
 from samestep.training.evaluations import Evaluations
 from samestep.training.exporting import Trained, export, exported_losses
-from samestep.training.guard import refuse_lost_updates
+from samestep.training.guard import refuse_run
 from samestep.training.monitor import Shares
 from samestep.training.outlook import described, learning_rates, outlook, sentences
 from samestep.training.request import Request
@@ -130,7 +129,7 @@ class _Run:
         """Starts the run, or goes on with one. Returns the number of steps that are done."""
         request = self.request
         if request.resume is None:
-            _guard(self.recipe, self.plan, self.engine, self.rates, self.world)
+            refuse_run(self.recipe, self.plan, self.engine.masters, self.rates, self.world)
             return 0
         manifest = self.checkpoints.resume(request.resume, allow_changes=request.allow_changes)
         if manifest.step >= self.total_steps:
@@ -262,8 +261,7 @@ class _Run:
         folder.write_json(self.out / "summary.json", summary)
         for sentence in report.vanished_sentences(self.recipe, self.plan, self.shares, exported):
             self.display.say(sentence)
-        done = "done" if status == "completed" else "stopped as asked"
-        self.display.say(f"{done} after {summary['steps']} steps: {self.out}")
+        self.display.ended(status, steps=summary["steps"], out=self.out)
         return summary
 
     def close(self) -> None:
@@ -272,14 +270,6 @@ class _Run:
         for tracker in self.trackers:
             tracker.close()
         self.engine.close()
-
-
-def _guard(recipe: Recipe, plan: Plan, engine: Engine, rates: Sequence[float], here: World) -> None:
-    """Refuses a run whose updates would be lost, where that can be known beforehand."""
-    if recipe.train.optimizer.name != "adamw" or plan.update != "nearest":
-        return  # the size of an SGD update is not known; other roundings lose nothing
-    limit = recipe.precision.max_lost_update_share
-    refuse_lost_updates(engine.masters(), peak_lr=max(rates), limit=limit, world=here, regime=plan.regime)
 
 
 def _judge(stepper: Stepper, recipe: Recipe, outcome: StepOutcome, step: int, out: Path) -> None:

@@ -32,6 +32,17 @@ def handled(handle: Callable[[int, object], None], *numbers: int, also_restored:
 
 
 @contextmanager
+def as_interrupt() -> Generator[None]:
+    """SIGTERM and a closed terminal raise KeyboardInterrupt, as Ctrl-C does: what is under way ends in order."""
+
+    def handle(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with handled(handle, signal.SIGTERM, signal.SIGHUP):
+        yield
+
+
+@contextmanager
 def stop_requests() -> Generator[Callable[[], bool]]:
     """Turns SIGINT, SIGTERM and SIGHUP into a question that can be asked between steps. A later one ends at once."""
     asked = threading.Event()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -81,14 +79,6 @@ def _has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].startswith("Z")
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_request_to_end_is_an_interrupt(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), child.interrupted_by_sigterm():
-        os.kill(os.getpid(), number)
-    assert signal.getsignal(number) == before
 
 
 def test_a_log_that_cannot_be_written(recipe: Recipe, tmp_path: Path) -> None:

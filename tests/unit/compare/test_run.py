@@ -18,7 +18,7 @@ from samestep import cli
 from samestep.compare import picture, run
 from samestep.compare.sets import expand
 from samestep.compare.table import share, table
-from samestep.errors import OutputError, RunError, SamestepError
+from samestep.errors import OutputError, PrecisionError, RunError, SamestepError
 from samestep.recipe import Recipe, parse, resolved_text
 
 GOOD = "name: story\nmodel: {path: ./m}\ndata: {path: d.jsonl}\nengine: {ranks: 2}\ntrain: {steps: 2}\n"
@@ -85,6 +85,8 @@ def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "started", [])
     monkeypatch.setattr(FakeChild, "resumed", [])
     monkeypatch.setattr(run, "Child", FakeChild)
+    # These recipes' models do not exist.
+    monkeypatch.setattr(run, "refuse_recipe", lambda recipe: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -161,6 +163,21 @@ def test_nothing_runs_when_one_variant_is_faulty(recipe: Recipe, tmp_path: Path)
         compared(prefetching, tmp_path / "c")
     assert FakeChild.started == []
     assert not (tmp_path / "c").exists()
+
+
+def test_nothing_runs_when_the_guard_refuses_a_later_variant(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(each: Recipe) -> None:
+        if each.precision.regime == "low":
+            raise PrecisionError("98% of the updates would be lost", where="precision.regime")
+
+    monkeypatch.setattr(run, "refuse_recipe", refuse)
+    with pytest.raises(PrecisionError, match=r"variant fsdp\+low: precision.regime: 98% of the updates") as caught:
+        compared(recipe, tmp_path / "out")
+    assert caught.value.exit_code == 2
+    assert FakeChild.started == []
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_nothing_runs_without_matplotlib(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from samestep import world
 from samestep.cli import main
 from samestep.engines.protocol import Shard
 from samestep.errors import PrecisionError
-from samestep.training.guard import refuse_lost_updates
+from samestep.recipe import load
+from samestep.training.guard import refuse_lost_updates, refuse_recipe
 from samestep.world import World
 from tests.small_runs import assert_short_message, change, half_written, make_folder, steps_of
 
@@ -118,6 +119,29 @@ def test_the_message_names_the_field(run: Run) -> None:
 def test_these_run(run: Run, changes: dict[str, Any]) -> None:
     code, err, out = run(changes)
     assert (code, len(steps_of(out))) == (0, 2), err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision.max_lost_update_share": None},
+        {"precision.regime": "low-kahan"},
+        {"precision.regime": "mixed"},
+        {"train.optimizer": {"name": "sgd", "lr": 1e-6}},
+        {"train.optimizer.lr": 0.01},
+        {"train.steps": None, "train.epochs": 0.5, "train.schedule": {"name": "linear", "warmup_steps": 100}},
+    ],
+    ids=str,
+)
+def test_asked_beforehand_it_says_what_the_run_would(run: Run, changes: dict[str, Any]) -> None:
+    code, err, out = run(changes)
+    said = ""
+    try:
+        refuse_recipe(load(out.parent / "r.yaml"))
+    except PrecisionError as error:
+        said = f"error: {error}\n"
+    assert (code, err if code else "") == (2 if said else 0, said)
 
 
 def test_the_override_says_what_is_lost(run: Run) -> None:

@@ -435,6 +435,7 @@ def test_a_loss_that_is_not_finite_can_be_skipped(folder: Path, run: Run) -> Non
     code, err = run({"precision.regime": "full", "train.on_non_finite": "skip"})
     assert code == 0, err
     assert [(s["loss"], s["skipped"]) for s in steps_of(folder / "out")] == [(None, True)] * 2
+    assert "2 of 2 steps were skipped, since their loss or gradient was not finite. No weight has moved." in err
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert (summary["status"], summary["last_loss"]) == ("completed", None)
     before = load_file(folder / "model" / "model.safetensors")

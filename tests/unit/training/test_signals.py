@@ -49,3 +49,11 @@ def test_outside_of_the_main_thread_nothing_is_asked_and_nothing_changes() -> No
     thread.start()
     thread.join()
     assert answers == [(False, before)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_request_to_end_is_an_interrupt(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), signals.as_interrupt():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
