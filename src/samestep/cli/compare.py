@@ -81,6 +81,15 @@ SeedsOption = Annotated[str | None, typer.Option(metavar="0,1,2", help="Run ever
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with a comparison that was interrupted; runs that are done stay.")
 ]
+DevicesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--devices",
+        metavar="0,1",
+        help="Run variants side by side: one at a time on each set of devices; repeatable, e.g. --devices 0,1 "
+        "--devices 2,3.",
+    ),
+]
 UnderTestOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -105,6 +114,7 @@ def compare(
     seeds: SeedsOption = None,
     overrides: SetOption = None,
     ranks: RanksOption = None,
+    devices: DevicesOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,
     overwrite: OverwriteOption = False,
@@ -124,7 +134,7 @@ def compare(
     tolerance on other devices.
     """
     of_recipe = {"--engines": engines, "--precisions": precisions, "--variants": variants, "--vary": vary}
-    of_recipe |= {"--seeds": seeds, "--set": overrides, "--ranks": ranks, "--resume": resume}
+    of_recipe |= {"--seeds": seeds, "--set": overrides, "--ranks": ranks, "--devices": devices, "--resume": resume}
     of_recipe |= {"--keep-masters": keep_masters}
     of_runs = {"--under-test": under_test, "--allow-unequal": allow_unequal, "--columns": columns}
     options: dict[str, Any] = {"overwrite": overwrite, "picture": not no_picture, "json_output": json_output}
@@ -135,7 +145,7 @@ def compare(
         _refuse(of_runs, "is for two or more runs that have ended")
         if resume and overwrite:
             raise typer.BadParameter("give one of them", param_hint="--resume, --overwrite")
-        options |= {"resume": resume, "keep_masters": keep_masters}
+        options |= {"resume": resume, "keep_masters": keep_masters, "device_sets": devices or ()}
         report = _run_variants(sources[0], (engines, precisions, variants), vary, seeds, overrides, ranks, out, options)
     if json_output:
         print_json(report)

@@ -17,13 +17,18 @@ from samestep.recipe import Recipe
 
 # Longer than the 30 seconds that the launcher gives its ranks to end.
 _GRACE_SECONDS = 45.0
+# Read by CUDA, and by ROCm's build of torch as well.
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Child:
     """A variant's process. As a context, it leaves no process behind. What it prints goes to the file `log`; with
-    `resume` it goes on from the newest checkpoint in `out`, and the log too goes on."""
+    `resume` it goes on from the newest checkpoint in `out`, and the log too goes on. It sees the accelerators `devices`
+    ("0,1") alone; None is for all."""
 
-    def __init__(self, recipe: Recipe, out: Path, log: Path, *, resume: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, out: Path, log: Path, *, resume: bool = False, devices: str | None = None
+    ) -> None:
         self._log = log
         self._scratch = tempfile.TemporaryDirectory(prefix="samestep-")
         order = Path(self._scratch.name) / "request.json"
@@ -38,6 +43,7 @@ class Child:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
+                    env=os.environ if devices is None else {**os.environ, _VISIBLE: _named(devices)},
                     # Ctrl-C reaches us alone; we end the child in order.
                     start_new_session=True,
                 )
@@ -89,6 +95,12 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
+
+
+def _named(devices: str) -> str:
+    """These devices, counted as this process sees them, by the names that a new process knows them by."""
+    ours = os.environ.get(_VISIBLE)
+    return ",".join(ours.split(",")[int(device)] if ours else device for device in devices.split(","))
 
 
 def _descendants(pid: int) -> Iterator[int]:

@@ -12,9 +12,9 @@ from samestep.recipe import load
 
 
 class VariantProgress:
-    """Follows one variant through the files of its run. Use as a context."""
+    """Follows one variant through the files of its run; `bar` is for a terminal. Use as a context."""
 
-    def __init__(self, console: Console, *, name: str, number: int, variants: int, run: Path) -> None:
+    def __init__(self, console: Console, *, name: str, number: int, variants: int, run: Path, bar: bool) -> None:
         self._console = console
         self._title = f"variant {number} of {variants}  {name}"
         self._run = run
@@ -22,7 +22,7 @@ class VariantProgress:
         self._total: int | None = None
         self._offset = 0
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if bar:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -11,19 +11,14 @@ from rich.console import Console
 
 from samestep.compare import kept
 from samestep.compare import picture as pictures
-from samestep.compare.child import Child
-from samestep.compare.outcome import Outcome, read_outcome
-from samestep.compare.progress import VariantProgress
 from samestep.compare.publish import PAGE, PICTURE, REPORT, publish
 from samestep.compare.report import make_report
+from samestep.compare.schedule import refuse_device_sets, run_all
 from samestep.compare.variants import Variant, recipes, variant
-from samestep.errors import EngineError, OutputError, PrecisionError, RunError, SamestepError
+from samestep.errors import EngineError, OutputError, PrecisionError
 from samestep.recipe import Recipe
 from samestep.training import folder
 from samestep.training.guard import refuse_recipe
-from samestep.training.signals import as_interrupt
-
-_POLL_SECONDS = 0.2
 
 
 def compare(recipe: Recipe, engines: list[str], precisions: list[str], out: Path, **options: Any) -> dict[str, Any]:
@@ -42,9 +37,11 @@ def compare_variants(
     resume: bool = False,
     keep_masters: bool = False,
     picture: bool = True,
+    device_sets: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Runs the variants of a recipe into folders of `out`, one after the other, and compares every two of one seed.
+    """Runs the variants of a recipe into folders of `out` and compares every two of one seed.
 
+    They run one after the other, or side by side on `device_sets`, each of which ("0,1") is for one variant at a time.
     All variants are checked before the first one starts. Leaves out/NAME (the run) and out/NAME.log (what it printed)
     for each variant, compare.json, compare.html, and compare.png unless `picture` is false; returns the content of
     compare.json. `resume` goes on with a comparison that was killed: runs that are whole are taken as they are, those
@@ -55,6 +52,7 @@ def compare_variants(
     out = out.absolute()
     checked = recipes(recipe, variants)
     _check_process()
+    refuse_device_sets(device_sets, checked)
     if picture:
         pictures.require_matplotlib()
     states: list[kept.State] = ["absent"] * len(variants)
@@ -68,7 +66,7 @@ def compare_variants(
     _guard(variants, checked, states)
     kept.remember(out, variants, checked)
     try:
-        outcomes = _run_all(variants, checked, states, out)
+        outcomes = run_all(variants, checked, states, out, device_sets)
     except KeyboardInterrupt:
         _say(Console(stderr=True), f"interrupted; what was done is in {out}: --resume goes on with it")
         raise
@@ -94,49 +92,6 @@ def _tested(variants: Sequence[Variant]) -> list[str]:
     """Fields of the recipe in which variants of one seed may differ, since that is what is compared."""
     varied = [setting.partition("=")[0] for each in variants for setting in each.overrides]
     return list(dict.fromkeys(["engine.name", "precision.regime", *varied]))
-
-
-def _run_all(
-    variants: Sequence[Variant], checked: Sequence[Recipe], states: Sequence[kept.State], out: Path
-) -> list[Outcome]:
-    console = Console(stderr=True)
-    outcomes: list[Outcome] = []
-    with as_interrupt():
-        for number, (each, recipe, state) in enumerate(zip(variants, checked, states, strict=True), start=1):
-            run = out / each.name
-            if state == "whole":
-                _say(console, f"variant {number} of {len(variants)}  {each.name}  is already done")
-                outcomes.append(read_outcome(each, run))
-                continue
-            with VariantProgress(console, name=each.name, number=number, variants=len(variants), run=run) as progress:
-                outcome = _run_one(each, recipe, state, run, progress)
-                progress.done(outcome.last_loss)
-            outcomes.append(outcome)
-    return outcomes
-
-
-def _run_one(each: Variant, recipe: Recipe, state: kept.State, run: Path, progress: VariantProgress) -> Outcome:
-    goes_on = state == "checkpoint"
-    if not goes_on:
-        # Before the log: so every log has a run folder beside it, by which --overwrite knows it.
-        folder.prepare(run, overwrite=state == "broken")
-    with Child(recipe, run, run.with_name(f"{run.name}.log"), resume=goes_on) as child:
-        while not child.ended(_POLL_SECONDS):
-            progress.look()
-        progress.look()
-        failure = child.failure()
-    if failure:
-        failed = SamestepError(str(failure), where=f"variant {each.name}")
-        failed.exit_code = failure.exit_code
-        raise failed
-    outcome = read_outcome(each, run)
-    if outcome.summary["status"] != "completed":
-        raise RunError(
-            f"the run was {outcome.summary['status']} after {len(outcome.steps)} steps; there is nothing to compare.",
-            where=f"variant {each.name}",
-            remedy="Go on with --resume.",
-        )
-    return outcome
 
 
 def _say(console: Console, text: str) -> None:

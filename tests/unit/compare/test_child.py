@@ -90,3 +90,20 @@ def test_recipes_survive_the_way_to_the_process(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(GOOD)
     recipe = load(tmp_path / "r.yaml", ["engine.offload={optimizer: cpu}", "engine.name=zero3", "data.held_out=0.25"])
     assert Recipe.model_validate(json.loads(json.dumps(recipe.model_dump(mode="json")))) == recipe
+
+
+def test_it_sees_the_devices_that_it_was_given(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as this process sees them: what is its device 1 may be the machine's device 6."""
+    seen, script = tmp_path / "seen", tmp_path / "python"
+    write = f"import os; open({str(seen)!r}, 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    script.write_text(f"#!{sys.executable}\n{write}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    for ours, told in ((None, "2,1"), ("4,6,GPU-7", "GPU-7,6")):
+        if ours is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ours)
+        with child.Child(recipe, tmp_path / "x", tmp_path / "x.log", devices="2,1") as running:
+            assert running.ended(60)
+        assert seen.read_text() == told

@@ -15,10 +15,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from samestep import cli
-from samestep.compare import picture, run
+from samestep.compare import picture, run, schedule
 from samestep.compare.sets import expand
 from samestep.compare.table import share, table
-from samestep.errors import OutputError, PrecisionError, RunError, SamestepError
+from samestep.errors import EngineError, OutputError, PrecisionError, RunError, SamestepError
 from samestep.recipe import Recipe, parse, resolved_text
 
 GOOD = "name: story\nmodel: {path: ./m}\ndata: {path: d.jsonl}\nengine: {ranks: 2}\ntrain: {steps: 2}\n"
@@ -38,9 +38,15 @@ class FakeChild:
     faults: ClassVar[dict[str, Any]] = {}
     started: ClassVar[list[str]] = []
     resumed: ClassVar[list[str]] = []
+    devices: ClassVar[dict[str, str | None]] = {}
+    open: ClassVar[list[str]] = []
+    most_open: ClassVar[int] = 0
 
-    def __init__(self, recipe: Recipe, out: Path, log: Path, *, resume: bool = False) -> None:
-        self.engine = recipe.engine.name
+    def __init__(
+        self, recipe: Recipe, out: Path, log: Path, *, resume: bool = False, devices: str | None = None
+    ) -> None:
+        FakeChild.devices[out.name] = devices
+        self.engine, self.name = recipe.engine.name, out.name
         FakeChild.started.append(out.name)
         FakeChild.resumed += [out.name] if resume else []
         log.write_text("what the run printed\n")
@@ -66,10 +72,12 @@ class FakeChild:
         (out / "summary.json").write_text(json.dumps(summary))
 
     def __enter__(self) -> FakeChild:
+        FakeChild.open.append(self.name)
+        FakeChild.most_open = max(FakeChild.most_open, len(FakeChild.open))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        pass
+        FakeChild.open.remove(self.name)
 
     def ended(self, seconds: float) -> bool:
         return True
@@ -84,7 +92,10 @@ def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "faults", {})
     monkeypatch.setattr(FakeChild, "started", [])
     monkeypatch.setattr(FakeChild, "resumed", [])
-    monkeypatch.setattr(run, "Child", FakeChild)
+    monkeypatch.setattr(FakeChild, "devices", {})
+    monkeypatch.setattr(FakeChild, "open", [])
+    monkeypatch.setattr(FakeChild, "most_open", 0)
+    monkeypatch.setattr(schedule, "Child", FakeChild)
     # These recipes' models do not exist.
     monkeypatch.setattr(run, "refuse_recipe", lambda recipe: None)
     for name in ("RANK", "WORLD_SIZE"):
@@ -149,6 +160,48 @@ def test_a_failing_variant_ends_the_comparison(recipe: Recipe, tmp_path: Path) -
     assert FakeChild.started == ["fsdp+mixed", "zero3+mixed"]
     assert not (tmp_path / "c" / "compare.json").exists()
     assert (tmp_path / "c" / "fsdp+mixed" / "summary.json").exists()
+
+
+def test_side_by_side_on_sets_of_devices(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    report = compared(recipe, tmp_path / "out", device_sets=["0,1", "3,2"])
+    # In the order of the variants, however they ended.
+    assert [v["name"] for v in report["variants"]] == ["fsdp+mixed", "zero3+mixed", "fsdp+low", "zero3+low"]
+    assert FakeChild.most_open == 2
+    assert FakeChild.devices["fsdp+mixed"] == "0,1"
+    assert FakeChild.devices["zero3+mixed"] == "3,2"
+    assert set(FakeChild.devices.values()) == {"0,1", "3,2"}
+    assert FakeChild.open == []
+
+
+def test_a_failure_ends_what_runs_beside_it(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(FakeChild, "faults", {"fsdp": RunError("rank 1 died")})
+    monkeypatch.setattr(FakeChild, "ended", lambda self, seconds: self.engine == "fsdp")
+    with pytest.raises(SamestepError, match=r"variant fsdp\+mixed: rank 1 died"):
+        compared(recipe, tmp_path / "out", device_sets=["0,1", "2,3"])
+    assert FakeChild.started == ["fsdp+mixed", "zero3+mixed"]
+    assert FakeChild.open == []
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["0,1", "2,4"], r"--devices 2,4: '4' is no device of this machine, which has 4"),
+        (["0,x"], "'x' is no device"),
+        (["0,1", "1,2"], "--devices 1,2: device 1 is given twice"),
+        (["0,0"], "device 0 is given twice"),
+        (["0"], "1 devices are too few for 2 ranks"),
+    ],
+)
+def test_sets_that_cannot_be(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sets: list[str], message: str
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    with pytest.raises(EngineError, match=message) as caught:
+        compared(recipe, tmp_path / "out", device_sets=sets)
+    assert caught.value.exit_code == 2
+    assert FakeChild.started == []
 
 
 def test_an_interrupted_variant_is_not_compared(recipe: Recipe, tmp_path: Path) -> None:
