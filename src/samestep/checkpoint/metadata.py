@@ -50,7 +50,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
     def read(self) -> Any:
-        """The pickle's contents. Raises UnpicklingError for one that changes a class or a function, after undoing it."""
+        """The pickle's contents. Raises UnpicklingError for one that changes a class, which is undone."""
         try:
             return self.load()
         finally:
