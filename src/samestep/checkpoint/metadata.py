@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,10 +35,42 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Finds what is allowed, and notes what it looked like: a pickle can set attributes of a class that it names."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._found: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
+
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) in _ALLOWED or (module == "torch" and name in DTYPES):
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            if (attributes := getattr(found, "__dict__", None)) is not None:
+                self._found.setdefault((module, name), (found, dict(attributes)))
+            return found
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+
+    def read(self) -> Any:
+        """The pickle's contents. Raises UnpicklingError for one that changes a class, which is undone."""
+        try:
+            return self.load()
+        finally:
+            if changed := [name for name, (found, before) in self._found.items() if _undone(found, before)]:
+                raise pickle.UnpicklingError(f"changes {'.'.join(changed[0])}, which has no place in a checkpoint")
+
+
+def _undone(found: Any, before: Mapping[str, Any]) -> bool:
+    """Gives an object its attributes back; whether that was necessary."""
+    now = dict(found.__dict__)
+    changed = [name for name in {**before, **now} if now.get(name, _MISSING) is not before.get(name, _MISSING)]
+    for name in changed:
+        if name in before:
+            setattr(found, name, before[name])
+        else:
+            delattr(found, name)
+    return bool(changed)
+
+
+_MISSING = object()
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -49,7 +82,7 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / NAME
     try:
         with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
+            metadata = _Unpickler(file).read()
     except Exception as error:  # a damaged pickle fails in any way
         raise CheckpointError(
             f"cannot be read: {str(error) or type(error).__name__}",

@@ -27,16 +27,21 @@ def name_of(step: int) -> str:
 
 def complete(checkpoints: Path) -> list[Path]:
     """The complete checkpoints in a run's folder of them, oldest first."""
+    return [path for path in _published(checkpoints) if (path / manifests.NAME).is_file()]
+
+
+def _published(checkpoints: Path) -> list[Path]:
+    """Everything with a checkpoint's name, oldest first. It was complete when it got the name."""
     if not checkpoints.is_dir():
         return []
     found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if (path / manifests.NAME).is_file()]
+    return [path for _, path in sorted(found)]
 
 
 def newest(place: Path) -> Path:
     """The newest complete checkpoint of a run folder, of its folder of checkpoints, or `place` when it is one itself.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when there is none, and when the newest has lost its manifest.
     """
     where = str(place)
     try:
@@ -51,14 +56,20 @@ def newest(place: Path) -> Path:
         if not place.is_dir():
             what = "is a file, not a folder" if place.exists() else "is not there"
             raise CheckpointError(what, where=where, remedy="Give the folder of a run or of a checkpoint.")
-        found = complete(place / FOLDER) or complete(place)
+        published = [place] if _NAME.fullmatch(place.name) else _published(place / FOLDER) or _published(place)
+        if published and not (published[-1] / manifests.NAME).is_file():
+            raise CheckpointError(
+                f"is damaged: {manifests.NAME} is missing",
+                where=str(published[-1]),
+                remedy="Take another checkpoint, or delete this one.",
+            )
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror or error}", where=where) from error
-    if not found:
+    if not published:
         raise CheckpointError(
             "has no complete checkpoint", where=where, remedy="Give another folder, or start the run without --resume."
         )
-    return found[-1]
+    return published[-1]
 
 
 def begin(checkpoints: Path, step: int) -> Path:

@@ -88,11 +88,14 @@ class Held:
         self.moved = moved
 
     def update(self) -> None:
+        self.backward()
+        self.engine.apply(LR)
+
+    def backward(self) -> None:
         ids = torch.tensor([[3, 9, 4, 15, 1]])
         inputs = models.Inputs(input_ids=ids, labels=ids, position_ids=None, document_ids=None)
         for turn in self.engine.turns(1):
             self.engine.backward(models.loss_sum(self.engine.model, inputs, attention="sdpa")[0], turn, 1)
-        self.engine.apply(LR)
 
     def masters(self) -> dict[str, torch.Tensor]:
         return {shard.name: shard.values.clone() for shard in self.engine.masters()}
@@ -113,6 +116,26 @@ def test_p60_saved_at_step_0_the_first_update_is_still_the_rate(source: Path, tm
         assert torch.equal(saved.masters()[name], after[name])
         assert torch.equal(resumed.masters()[name], after[name])
     assert saved.engine.updates == resumed.engine.updates == 1
+
+
+@pytest.mark.parametrize("regime", ["mixed", "low-kahan"])
+def test_saved_between_backward_and_update_it_is_of_the_step_before(source: Path, tmp_path: Path, regime: str) -> None:
+    """Complete: what was loaded takes the same next step; and inert: so does what was saved."""
+    saved, never, resumed = (
+        Held(source, tmp_path / n, precision__regime=regime) for n in ("saved", "never", "resumed")
+    )
+    for held in (saved, never):
+        held.update()
+        held.backward()
+    saved.checkpoints.save(1)
+    resumed.checkpoints.resume(store.newest(tmp_path / "saved"), allow_changes=False)
+    resumed.backward()
+    for held in (saved, never, resumed):
+        held.engine.apply(LR)
+    expected = {shard.name: shard.values for shard in state_of(never.engine)}
+    for held in (saved, resumed):
+        for shard in state_of(held.engine):
+            assert torch.equal(shard.values, expected[shard.name]), shard.name
 
 
 def test_p62_the_loss_scale_is_taken_up_as_it_was(source: Path, tmp_path: Path) -> None:

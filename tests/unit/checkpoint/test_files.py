@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -167,6 +167,27 @@ def test_metadata_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="points outside of its folder"):
         read_metadata(folder)
+
+
+@pytest.mark.parametrize("with_end", [True, False])
+def test_metadata_that_changes_a_class_is_refused(tmp_path: Path, with_end: bool) -> None:
+    """Else it could tell the check of paths that every path has the name that it points to."""
+    folder = save(tmp_path, 1)
+    metadata = read_metadata(folder)
+    for entry in metadata.storage_data.values():
+        entry.relative_path = "../secret"
+    content = pickle.dumps(metadata, protocol=2)
+    # The class itself, then (None, {"name": ...}) as what to set on it.
+    change = b"cpathlib\nPosixPath\nN}U\x04nameU\x09../secrets\x86b0"
+    (folder / ".metadata").write_bytes(content[:2] + change + (content[2:] if with_end else b""))
+    before = dict(vars(PosixPath))
+    try:
+        with pytest.raises(CheckpointError, match=r"changes pathlib\.PosixPath, which has no place in a checkpoint"):
+            read_metadata(folder)
+        assert dict(vars(PosixPath)) == before
+    finally:
+        if "name" in vars(PosixPath):
+            del PosixPath.name
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,16 @@ def test_verify_names_what_is_damaged(samestep: Any, checkpoint: Path) -> None:
     assert (code, found["ok"], len(found["damages"])) == (1, False, 2)
 
 
+def test_a_newest_one_without_manifest_is_named_not_passed_over(samestep: Any, checkpoint: Path) -> None:
+    """It had one when it got its name: the one before is not the newest."""
+    (checkpoint / "manifest.json").unlink()
+    for place in (checkpoint, checkpoint.parent, checkpoint.parents[1]):
+        for command in ("verify", "inspect"):
+            refused(samestep(command, place), f"{checkpoint}: is damaged: manifest.json is missing", "delete this one")
+    shutil.rmtree(checkpoint)
+    assert store.newest(checkpoint.parent).name == "step-00000003"
+
+
 def test_diff_of_equal_ones(samestep: Any, checkpoint: Path, tmp_path: Path) -> None:
     other = save(tmp_path / "other", 9, tensors(7))
     assert samestep("diff", checkpoint, other) == (0, "equal: every tensor, bit for bit\n", "")
@@ -180,8 +190,8 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a file": (lambda folder: folder / ".metadata", "is a file, not a folder"),
     "an empty folder": (_empty, "has no complete checkpoint"),
     "unfinished": (_unfinished, "was never finished"),
-    "foreign": (_foreign, "has no complete checkpoint"),
-    "no manifest": (_without_manifest, "has no complete checkpoint"),
+    "foreign": (_foreign, "is damaged: manifest.json is missing"),
+    "no manifest": (_without_manifest, "is damaged: manifest.json is missing"),
     "no JSON": (_manifest("{"), "manifest.json: cannot be read"),
     "deep JSON": (_manifest("[" * 100_000), "manifest.json: cannot be read"),
     "bytes": (_manifest("\x00\x01"), "manifest.json: cannot be read"),
@@ -192,7 +202,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "version 0": (_manifest('{"format": "samestep", "version": 0}'), "has format version 0"),
     "no number": (_manifest('{"format": "samestep", "version": 1, "step": NaN, "sha256": ""}'), "is damaged"),
     "altered": (_altered, "is damaged: its own digest does not fit"),
-    "unreadable": (_unreadable, "has no complete checkpoint"),
+    "unreadable": (_unreadable, "is damaged: manifest.json is missing"),
     "a step that is none": (_forged(step="7"), "cannot be used: step:"),
     "tensors that are none": (_forged(tensors={"model.w": {"shape": "x"}}), "cannot be used: tensors"),
     "a size below zero": (_forged(tensors={"w": {"shape": [-1], "dtype": "float32"}}), "has no such tensor: w is"),
