@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from samestep.checkpoint import store
 from samestep.checkpoint.difference import differences
 from samestep.checkpoint.manifest import read_manifest
+from samestep.errors import CheckpointError
+from samestep.training.converting import convert
 from samestep.training.exporting import export_checkpoint
 from tests.distributed import run_jobs
 from tests.distributed.ranks import Ranks
@@ -159,6 +163,43 @@ def test_another_run_is_refused(source, unbroken, ranks, tmp_path, changes, what
         assert what in answer
         assert "Traceback" not in answer
     assert not (tmp_path / "steps.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model__freeze": ["model.embed_tokens.*"]},
+        {"model__lora": {"rank": 2, "target_modules": ["q_proj"], "export_merged": True}},
+    ],
+    ids=["frozen layers", "adapters"],
+)
+def test_other_frozen_weights_are_refused(ranks, tmp_path, model):
+    """Nothing of a checkpoint says that the model it belongs to has been changed in its place, but for a digest."""
+    place = tmp_path / "source"
+    place.mkdir()
+    stored = make_folder(place, rows=23) / "model" / "model.safetensors"
+    out, original = tmp_path / "out", stored.read_bytes()
+    ranks.run(2, run_jobs.train, recipe=recipe(place, "fsdp", **model), out=str(out), stop_after=4)
+    # Taken up with the same weights by an engine that holds them otherwise, and exported.
+    ranks.run(2, run_jobs.train, recipe=recipe(place, "zero2", **model), out=str(tmp_path / "on"), resume=str(out))
+    export_checkpoint(store.newest(out), tmp_path / "exported")
+    for to in ("torch", "deepspeed-universal"):
+        convert(store.newest(out), tmp_path / to, to=to, overwrite=False)
+
+    weights = load_file(stored)
+    weights["model.embed_tokens.weight"][3, 1] *= 1.5
+    save_file(weights, stored, metadata={"format": "pt"})
+    arguments = {"out": str(tmp_path / "no"), "resume": str(out)}
+    refused = ranks.run(2, run_jobs.refusal, recipe=recipe(place, "zero2", **model), **arguments)
+    for number, write in enumerate((export_checkpoint, partial(convert, to="torch", overwrite=False))):
+        with pytest.raises(CheckpointError) as caught:
+            write(store.newest(out), tmp_path / str(number))
+        refused.append(str(caught.value))
+        assert not (tmp_path / str(number)).exists()
+    for answer in refused:
+        assert "was made with other frozen weights than the recipe's model has now" in answer
+    stored.write_bytes(original)
+    ranks.run(2, run_jobs.train, recipe=recipe(place, "zero2", **model), out=str(tmp_path / "yes"), resume=str(out))
 
 
 def test_nothing_is_left_to_do(source, unbroken, ranks, tmp_path):

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from samestep import models
 from samestep.checkpoint.base_model import BaseModel, open_base, state_of, unwrapped
 from samestep.checkpoint.dropped import Dropped
+from samestep.checkpoint.frozen import digest, frozen_sha256
 from samestep.checkpoint.gather import gather_masters
 from samestep.checkpoint.merging import changes, refuse_tied
 from samestep.checkpoint.weight_writer import Layout, WeightWriter, bytes_of
@@ -71,6 +73,10 @@ class Target(Protocol):
 
     shapes: dict[str, tuple[int, ...]]
 
+    def frozen_sha256(self) -> str | None:
+        """The digest of the frozen weights that go into the export; None without any."""
+        ...
+
     def into(self, folder: Path) -> contextlib.AbstractContextManager[Put]:
         """Writes the model into an empty folder: gives a function that takes the trained parameters, in any order; the
         end of the context writes the rest. Raises OSError and ModelError."""
@@ -93,6 +99,14 @@ class _Streamed:
             assert base.adapted is not None
             refuse_tied(base.adapted)
         self.shapes = _shapes(base.adapted or base.skeleton)
+
+    def frozen_sha256(self) -> str | None:
+        base = self._base
+        if base.adapted is not None and not self._merges:
+            return None
+        model = base.adapted or models.load_meta_model(self._wanted.model)
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        return digest({n: partial(base.read, n if base.adapted is None else unwrapped(n)) for n in frozen})
 
     @contextlib.contextmanager
     def into(self, folder: Path) -> Generator[Put]:
@@ -151,6 +165,9 @@ class _Whole:
         if self._merges:
             refuse_tied(self._model)
         self.shapes = _shapes(self._model)
+
+    def frozen_sha256(self) -> str | None:
+        return frozen_sha256(self._model)
 
     @contextlib.contextmanager
     def into(self, folder: Path) -> Generator[Put]:

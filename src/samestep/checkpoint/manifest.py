@@ -45,6 +45,7 @@ class Manifest:
 
     `step` counts the run's steps, `updates` those of them that changed the weights (a step may be skipped). The random
     numbers of a run are functions of its seed and of the step, and so is the order of its data; nothing else is needed.
+    `frozen_sha256` is None without frozen weights, and where they are not known.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Manifest:
     recipe: dict[str, Any]
     plan: dict[str, Any]
     versions: dict[str, str]
+    frozen_sha256: str | None = None
     files: dict[str, StoredFile] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.checkpoint import store
+from samestep.checkpoint.frozen import refuse_others
 from samestep.checkpoint.manifest import Manifest, StoredFile, damages, read_manifest, stored_file
 from samestep.checkpoint.metadata import NAME as METADATA
 from samestep.checkpoint.state import kept_by, master_names, optimizer_keys, state_of, stored
@@ -54,11 +55,13 @@ _WHOLE = "The checkpoint before is whole; go on from it with --resume."
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What makes a run the same run: its recipe, its plan, and the rows of each of its steps."""
+    """What makes a run the same run: its recipe, its plan, the rows of each of its steps, and the weights that it does
+    not train, by their digest on the main rank."""
 
     recipe: Recipe
     plan: Plan
     loader: Loader
+    frozen_sha256: str | None = None
 
 
 class Checkpoints:
@@ -135,7 +138,9 @@ class Checkpoints:
         )
         if broken := sorted(sentence for part in found for sentence in part):
             raise CheckpointError(
-                f"is damaged: {broken[0]}", where=str(folder), remedy="Give another checkpoint with --resume-from."
+                f"is damaged: {broken[0]}",
+                where=str(folder),
+                remedy="Give another checkpoint with --resume-from, and another --out.",
             )
         stepper = self._stepper
         stepper.engine.prepare(optimizer_keys(list(manifest.tensors)), manifest.updates)
@@ -163,6 +168,7 @@ class Checkpoints:
             recipe=recipe.model_dump(mode="json"),
             plan=described(self._course.plan),
             versions=versions(),
+            frozen_sha256=self._course.frozen_sha256,
         )
 
     def _copied(self, shards: list[Shard]) -> list[Shard]:
@@ -233,6 +239,9 @@ class Checkpoints:
                 where=str(folder),
                 remedy="Give the model, the freezing and the adapters that it was made with.",
             )
+        frozen = gather_objects(course.frozen_sha256, self._world, self._group)[0]
+        if not allow_changes:
+            refuse_others(frozen, manifest.frozen_sha256, str(folder))
         changes = list(_changes(manifest.recipe, course.recipe.model_dump(mode="json")))
         if manifest.data_sha256 != course.loader.examples.sha256:
             changes.append("the rows of the training data are others")

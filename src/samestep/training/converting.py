@@ -12,6 +12,7 @@ from torch import nn
 from samestep import models, optim
 from samestep.checkpoint.converting import torch_state, universal
 from samestep.checkpoint.converting.contents import Contents, Group
+from samestep.checkpoint.frozen import frozen_sha256, refuse_others
 from samestep.checkpoint.importing.match import target_of
 from samestep.checkpoint.manifest import Manifest, intact_manifest, stored_recipe
 from samestep.checkpoint.state import master_names
@@ -61,7 +62,7 @@ def _contents(source: Path, manifest: Manifest, recipe: Recipe) -> Contents:
         folder=source,
         manifest=manifest,
         groups=_groups(recipe, model, manifest.step),
-        others=_loaded(recipe, missing),
+        others=_loaded(recipe, missing, manifest, source),
         ties=ties,
         compute=build.resolve_plan(recipe, model).compute,
     )
@@ -83,9 +84,11 @@ def _groups(recipe: Recipe, model: nn.Module, step: int) -> list[Group]:
     ]
 
 
-def _loaded(recipe: Recipe, names: list[str]) -> dict[str, torch.Tensor]:
+def _loaded(recipe: Recipe, names: list[str], manifest: Manifest, source: Path) -> dict[str, torch.Tensor]:
     """The entries of the run's model, as it was loaded, that its checkpoints do not have."""
     if not names:
         return {}
-    state = models.load_model(recipe.model, seed=recipe.train.seed).state_dict()
+    model = models.load_model(recipe.model, seed=recipe.train.seed)
+    refuse_others(frozen_sha256(model), manifest.frozen_sha256, str(source))
+    state = model.state_dict()
     return {name: state[name] for name in names}

@@ -14,6 +14,7 @@ from samestep import models
 from samestep.checkpoint import export as exports
 from samestep.checkpoint.dropped import Dropped
 from samestep.checkpoint.export import Put, Target, Wanted, gather_weights, keep_what_is_exported
+from samestep.checkpoint.frozen import refuse_others
 from samestep.checkpoint.manifest import intact_manifest, stored_recipe
 from samestep.checkpoint.state import master_key, master_names
 from samestep.checkpoint.tensors import whole_tensors
@@ -114,6 +115,8 @@ def export_checkpoint(
             raise CheckpointError(f"the model has no parameter {name}", where=str(source))
         if target.shapes[name] != tuple(manifest.tensors[master_key(name)].shape):
             raise CheckpointError(f"{name} has another shape in the model", where=str(source))
+    if (frozen := target.frozen_sha256()) is not None:
+        refuse_others(frozen, manifest.frozen_sha256, str(source))
 
     def fill(place: Path) -> None:
         with target.into(place) as put:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from samestep import models, world
+from samestep.checkpoint.frozen import frozen_sha256
 from samestep.data import GlobalStep, prepare
 from samestep.engines import build, loading
 from samestep.errors import CheckpointError, RunError, VerificationError
@@ -75,9 +76,10 @@ class _Run:
         self.outlook = outlook(self.recipe, self.plan, model, self.rates) if looks_ahead else None
         earlier = report.earlier_forecast(self.out / "precision.json") if here.is_main and request.resume else None
         self.forecast = described(self.outlook) if self.outlook else earlier
+        frozen = frozen_sha256(model) if here.is_main else None
         self.engine = build.build(self.recipe, model, self.plan, here)
         self.stepper = Stepper(self.engine, self.recipe, here, self.plan)
-        course = Course(recipe=self.recipe, plan=self.plan, loader=self.loader)
+        course = Course(recipe=self.recipe, plan=self.plan, loader=self.loader, frozen_sha256=frozen)
         self.checkpoints = Checkpoints(course, self.stepper, self.out, here)
         self.display = Display(steps=self.total_steps, every=recipe.log.every, quiet=not here.is_main)
         trackers = recipe.log.trackers if here.is_main else []
