@@ -57,10 +57,16 @@ class Source:
 
 
 def flatten(data: dict[str, Any], prefix: str = "", whole: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
-    """(dotted path, value) of everything in `data`; an empty section is a value itself."""
+    """(dotted path, value) of everything in `data`; an empty section is a value itself.
+
+    MigrationError for a key with a dot: it would be taken for a field of a section, and no tool has such a key.
+    """
     found: list[tuple[str, Any]] = []
     for key, value in data.items():
         path = f"{prefix}{key}"
+        if "." in key:
+            what = f"the key {key!r} holds a dot, and no tool reads it as a section and its field."
+            raise MigrationError(what, where=prefix.rstrip(".") or None, remedy="Write them one below the other.")
         if isinstance(value, dict) and value and key not in whole:
             found += flatten(value, f"{path}.", whole)
         else:
@@ -98,6 +104,8 @@ def read(path: Path) -> Source:
         text = read_file(path)
     except RecipeError as error:
         raise _refusal(error) from None
+    if not text.strip():
+        raise MigrationError("is empty.", where=str(path), remedy="Give a configuration file.")
     if path.suffix == ".toml":
         return _toml(path, text)
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
@@ -106,8 +114,6 @@ def read(path: Path) -> Source:
 
 
 def _yaml(path: Path, text: str) -> Source:
-    if not text.strip():
-        raise MigrationError("is empty.", where=str(path), remedy="Give a configuration file.")
     try:
         document = parse_text(text, str(path))
     except RecipeError as error:
@@ -201,7 +207,12 @@ def _refusal(error: RecipeError) -> MigrationError:
     problem: Problem = error.problems[0]
     place = f"{error.source}:{problem.line}" if problem.line else error.source
     what = f"{problem.field}: {problem.what}" if problem.field else problem.what
-    words = {"the recipe file": "the file", "of recipes": "of configurations", "a recipe": "a configuration"}
+    words = {
+        "merging with << is not part of recipes": "merging with << is not read here",
+        "the recipe file": "the file",
+        "of recipes": "of configurations",
+        "a recipe": "a configuration",
+    }
     for said, meant in words.items():
         what = what.replace(said, meant)
     return MigrationError(what, where=place)

@@ -193,3 +193,43 @@ def test_p96_a_text_that_is_no_number_is_refused(tmp_path: Path) -> None:
     text = json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": "eight"})
     with pytest.raises(MigrationError, match="gradient_accumulation_steps: expected a number, got 'eight'"):
         run(tmp_path, "ds.json", text)
+
+
+def test_p93_the_old_fp16_loses_to_mixed_precision(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\nfp16: true\n"
+    result = run(tmp_path, "acc.yaml", text)
+    assert entry(result, "fp16").rule == "not read: mixed_precision, here bf16, wins"
+    assert any(finding.path == "fp16" and "bf16, wins" in finding.what for finding in result.problems)
+
+
+@pytest.mark.parametrize(("version", "engine", "what"), [(1, "fsdp", "FSDP1 never reads it"), (2, "hsdp", "")])
+def test_p94_groups_are_of_fsdp2(tmp_path: Path, version: int, engine: str, what: str) -> None:
+    text = f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{fsdp_version: {version}}}\n"
+    text += "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
+    result = run(tmp_path, "acc.yaml", text)
+    assert f"name: {engine}\n" in result.text
+    found = " ".join(finding.what for finding in result.problems if "size" in finding.path)
+    assert (what in found) if what else not found
+
+
+def test_p96_the_one_number_that_the_launcher_does_not_read_from_a_text(tmp_path: Path) -> None:
+    text = 'distributed_type: MULTI_GPU\nnum_processes: "2"\nnum_machines: "1"\nmixed_precision: bf16\n'
+    result = run(tmp_path, "acc.yaml", text)
+    assert [finding.path for finding in result.problems] == ["num_machines"]
+
+
+def test_comments_of_sections_and_of_fields_that_share_a_place_survive(tmp_path: Path) -> None:
+    text = """\
+distributed_type: FSDP  # the type
+mixed_precision: bf16  # half
+num_processes: 2
+fsdp_config:  # the section
+  # the second one
+  fsdp_version: 2  # of FSDP
+"""
+    same = run(tmp_path, "fsdp.yaml", text, "accelerate-fsdp").text
+    assert "distributed_type: FSDP  # the type\n" in same
+    assert "fsdp_config:  # the section\n  # the second one\n  fsdp_version: 2  # of FSDP\n" in same
+    recipe = run(tmp_path, "fsdp.yaml", text).text
+    assert "  regime: mixed  # half\n" in recipe
+    assert "  # the second one\n  # of FSDP\n  name: fsdp  # the type\n" in recipe
