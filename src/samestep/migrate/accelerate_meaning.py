@@ -10,6 +10,8 @@ from typing import Any
 
 from samestep.migrate.values import Values
 
+SCRIPTS_SCHEDULER = "the script's scheduler"
+"""A default of Accelerate that no field says."""
 _F = "fsdp_config.fsdp_"
 _P = "parallelism_config.parallelism_config_"
 _STRATEGY = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
@@ -63,10 +65,10 @@ def read_accelerate(v: Values) -> None:
     v.say(
         None,
         None,
-        "the script's scheduler",
+        SCRIPTS_SCHEDULER,
         status="lossy",
-        rule="a prepared scheduler advances once per process at each step; samestep's once per step. Give train.steps "
-        "and the warm-up in optimizer steps",
+        rule="a prepared scheduler advances once per process at each step; without Accelerate once per step. Give "
+        "train.steps and the warm-up in optimizer steps",
     )
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from samestep.errors import RecipeError
+from samestep.migrate.accelerate_meaning import SCRIPTS_SCHEDULER
 from samestep.migrate.deepspeed_table import DEEPSPEED
 from samestep.migrate.output import Output, json_text, yaml_text
 from samestep.migrate.reading import Reading
@@ -102,7 +103,7 @@ def migrate(source: Source, reading: Reading, target: str, given: dict[str, Any]
         kind=reading.kind,
         target=target,
         fields=fields,
-        defaults=tuple(_defaults(reading, out, as_is)),
+        defaults=tuple(_defaults(reading, out, target, as_is)),
         problems=tuple(reading.findings),
         missing=missing,
         left=tuple(defaults_left(out)) if target == "samestep" else (),
@@ -230,10 +231,12 @@ def _together(statuses: list[Status]) -> Status:
     return worst(needed) if needed else "not-needed"
 
 
-def _defaults(reading: Reading, out: Output, as_is: bool) -> list[Entry]:
+def _defaults(reading: Reading, out: Output, target: str, as_is: bool) -> list[Entry]:
     entries = []
     for setting in reading.meaning.settings:
         if any(source in reading.leaves for source in setting.sources):
+            continue
+        if SCRIPTS_SCHEDULER in setting.sources and target.startswith("accelerate"):
             continue
         place = _place(setting, out, {})
         if place.status == "not-needed" or (as_is and place.target_path is None):

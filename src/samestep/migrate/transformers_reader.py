@@ -32,6 +32,11 @@ _MATCHED = {
     "bf16.enabled": ("bf16", "precision.regime"),
     "fp16.enabled": ("fp16", "precision.regime"),
 }
+# What the Trainer fills an `auto` with that is no argument of its own.
+_FIXED = {
+    "train_batch_size": "auto: micro-batch x accumulation x ranks",
+    "scheduler.params.warmup_min_lr": "auto: the Trainer fills in 0, as DeepSpeed does without",
+}
 
 
 def read_transformers_file(source: Source, given: dict[str, Any]) -> Reading:
@@ -154,10 +159,10 @@ def _read_engine(v: Values, fsdp: Values, deepspeed: DeepSpeedPart | None) -> No
         if v.given.get("fsdp"):
             v.find("fsdp", "error", "fsdp and deepspeed are both given; the Trainer refuses that")
         filled = _fill(v, deepspeed)
-        if filled.get("train_batch_size") == "auto":
-            del filled["train_batch_size"]
-            rule = "auto: micro-batch x accumulation x ranks"
-            v.settings.append(Setting(None, None, (deepspeed.names["train_batch_size"],), rule, "not-needed"))
+        for path, rule in _FIXED.items():
+            if filled.get(path) == "auto":
+                del filled[path]
+                v.settings.append(Setting(None, None, (deepspeed.names[path],), rule, "not-needed"))
         inside = Values(DEEPSPEED, filled, names=deepspeed.names, extra=v.extra)
         read_deepspeed(inside)
         if "scheduler.type" not in filled:
@@ -211,24 +216,42 @@ def _mixed_precision(v: Values, path: str, version: int) -> None:
 def _fill(v: Values, part: DeepSpeedPart) -> dict[str, Any]:
     """DeepSpeed's fields with `auto` filled as the Trainer does; one that differs from its argument is a fault."""
     filled = dict(part.given)
-    arguments = {path: (v.get(name), name, target) for path, (name, target) in _MATCHED.items()}
-    betas = [v.get("adam_beta1"), v.get("adam_beta2")]
-    arguments["optimizer.params.betas"] = (betas, "adam_beta1", "train.optimizer.betas")
+    arguments = _arguments(v)
     for path, value in part.given.items():
         row = DEEPSPEED.find(path)
         if path not in arguments or row is None:
             continue
         argument, name, target = arguments[path]
-        unknown = path.startswith("scheduler.") and not (argument and argument >= 1)
         if value == "auto":
-            if not unknown:
+            if argument is not None:
                 filled[path] = argument
-        elif readable(row, value) != argument and not unknown and target not in v.extra:
+        elif argument is not None and readable(row, value) != argument and target not in v.extra:
             origin = "" if name in v.given else ", by default"
             what = f"is {value!r}, but {name} is {argument!r}{origin}; the Trainer refuses that"
             what += f": --set {target}=... decides"
             v.findings.append(Finding(part.names[path], "error", what))
+    if filled.get("train_batch_size", "auto") != "auto":
+        # The Trainer has a number for each of the others; DeepSpeed alone would derive what is left out.
+        for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            argument, name, target = arguments[path]
+            if path not in part.given:
+                filled[path], part.names[path] = v.extra.get(target, argument), name
     return filled
+
+
+def _arguments(v: Values) -> dict[str, tuple[Any, str, str]]:
+    """By field of DeepSpeed: the argument's value, None where it depends on the run; its name; the recipe's field."""
+    found = {path: (v.get(name), name, target) for path, (name, target) in _MATCHED.items()}
+    betas = [v.get("adam_beta1"), v.get("adam_beta2")]
+    found["optimizer.params.betas"] = (betas, "adam_beta1", "train.optimizer.betas")
+    for path in ("bf16", "fp16"):
+        found[f"{path}.enabled"] = (bool(v.get(path) or v.get(f"{path}_full_eval")), path, "precision.regime")
+    steps, name, target = found["scheduler.params.total_num_steps"]
+    found["scheduler.params.total_num_steps"] = (steps if steps > 0 else None, name, target)
+    warmup, name, target = found["scheduler.params.warmup_num_steps"]
+    share = 0 < warmup < 1 or (not warmup and v.get("warmup_ratio"))
+    found["scheduler.params.warmup_num_steps"] = (None if share else max(1, warmup), name, target)
+    return found
 
 
 def _last_word(settings: list[Setting]) -> list[Setting]:

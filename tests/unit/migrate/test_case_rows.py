@@ -149,6 +149,9 @@ fsdp_config:
     dropped = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
     assert {statuses[name] for name in dropped} == {"not-needed"}
     assert not any(name in result.text for name in (*dropped, "sharding_strategy"))
+    # The script stays under Accelerate, and its scheduler with it.
+    assert "the script's scheduler" not in {item.path for item in result.defaults}
+    assert default(run(tmp_path, "fsdp1.yaml", text), "the script's scheduler").status == "lossy"
     assert "fsdp_version: 2" in result.text
 
 
@@ -233,3 +236,44 @@ fsdp_config:  # the section
     recipe = run(tmp_path, "fsdp.yaml", text).text
     assert "  regime: mixed  # half\n" in recipe
     assert "  # the second one\n  # of FSDP\n  name: fsdp  # the type\n" in recipe
+
+
+WARMS_UP = {
+    "zero_optimization": {"stage": 2},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+}
+
+
+def test_p91_the_trainer_fills_the_rate_of_the_scheduler(tmp_path: Path) -> None:
+    arguments = {"output_dir": "o", "learning_rate": 1e-4, "max_steps": 5, "warmup_steps": 2}
+    result = run(tmp_path, "args.json", json.dumps(arguments | {"deepspeed": WARMS_UP}))
+    assert entry(result, "deepspeed.scheduler.params.warmup_max_lr").target_value == 1e-4
+    assert "train.optimizer.lr" not in result.missing
+    assert entry(result, "deepspeed.scheduler.params.warmup_min_lr").status == "not-needed"
+
+
+@pytest.mark.parametrize(
+    ("inside", "what"),
+    [
+        ({"warmup_max_lr": 3e-4}, "warmup_max_lr: is 0.0003, but learning_rate is 0.0001"),
+        ({"warmup_num_steps": 10}, "warmup_num_steps: is 10, but warmup_steps is 1, by default"),
+    ],
+)
+def test_p91_a_scheduler_that_differs_from_its_argument(tmp_path: Path, inside: dict[str, Any], what: str) -> None:
+    deepspeed = {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", "params": inside}}
+    arguments = {"output_dir": "o", "learning_rate": 1e-4, "max_steps": 50, "deepspeed": deepspeed}
+    with pytest.raises(MigrationError, match=what):
+        run(tmp_path, "args.json", json.dumps(arguments))
+
+
+@pytest.mark.parametrize(("given", "ranks"), [({}, 4), ({"per_device_train_batch_size": 16}, 2)])
+def test_p91_the_whole_batch_is_of_the_trainers_micro_batch(tmp_path: Path, given: dict[str, Any], ranks: int) -> None:
+    deepspeed = {"zero_optimization": {"stage": 2}, "train_batch_size": 64}
+    text = json.dumps(
+        {"output_dir": "o", "max_steps": 5, "gradient_accumulation_steps": 2, "deepspeed": deepspeed, **given}
+    )
+    result = run(tmp_path, "args.json", text)
+    assert entry(result, "deepspeed.train_batch_size").target_value == ranks
+    assert f"micro_batch: {given.get('per_device_train_batch_size', 8)}\n" in result.text
+    with pytest.raises(MigrationError, match="64 does not fit micro-batch, accumulation and ranks"):
+        run(tmp_path, "args.json", text, engine__ranks=3)
