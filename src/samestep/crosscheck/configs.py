@@ -57,6 +57,13 @@ def _filled(every: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def sets_rates(config: dict[str, Any]) -> bool:
+    """Whether a configuration decides the learning rates, not the script: by a schedule of DeepSpeed's, or by an
+    optimizer without one."""
+    inside = config.get("deepspeed_json", config)
+    return "scheduler" in inside or "optimizer" in inside
+
+
 def kind_of(config: dict[str, Any]) -> str:
     """What an Accelerate file says it runs, in capitals; NO where it says nothing."""
     return str(config.get("distributed_type", "NO")).upper()
