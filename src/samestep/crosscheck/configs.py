@@ -39,8 +39,10 @@ def runnable(config: dict[str, Any], recipe: Recipe, *, fills_auto: bool = False
         "steps_per_print": 10**9,
     }
     kept.setdefault("gradient_accumulation_steps", recipe.train.accumulation)
-    if str(kept.get("optimizer.type", "")).lower() in ("adam", "adamw"):
+    if str(kept.get("optimizer.type", "")).lower() in ("adam", "adamw") and not kept.get("optimizer.params.torch_adam"):
         kept["optimizer.params.torch_adam"] = True
+        # The compiled one that torch's stands in for decays by nothing unless told; torch's by 0.01.
+        kept.setdefault("optimizer.params.weight_decay", 0.0)
     # The largest buckets would be larger than the machine.
     kept["zero_optimization.reduce_bucket_size"] = kept["zero_optimization.allgather_bucket_size"] = 10**6
     return nest(kept)

@@ -127,7 +127,13 @@ def test_what_runs_has_no_auto_offload_or_logging() -> None:
     assert run["bf16"] == {"enabled": True}
     assert run["gradient_clipping"] == 0.5
     assert "offload_optimizer" not in run["zero_optimization"]
-    assert run["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True}
+    assert run["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"weight_decay": 0.1}, 0.1), ({"torch_adam": True}, None)])
+def test_the_optimizer_that_stands_in_decays_as_the_compiled_one(params: dict[str, Any], decay: float | None) -> None:
+    run = runnable({"optimizer": {"type": "AdamW", "params": params}}, RECIPE)
+    assert run["optimizer"]["params"].get("weight_decay") == decay
 
 
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 8, "gpu_ids": "all",

@@ -277,3 +277,10 @@ def test_p91_the_whole_batch_is_of_the_trainers_micro_batch(tmp_path: Path, give
     assert f"micro_batch: {given.get('per_device_train_batch_size', 8)}\n" in result.text
     with pytest.raises(MigrationError, match="64 does not fit micro-batch, accumulation and ranks"):
         run(tmp_path, "args.json", text, engine__ranks=3)
+
+
+@pytest.mark.parametrize("target", ["samestep", "accelerate-fsdp"])
+def test_replicas_that_do_not_fit_the_ranks_are_refused(tmp_path: Path, target: str) -> None:
+    text = "[training]\nsteps = 5\n[parallelism]\ndata_parallel_replicate_degree = 4\n"
+    with pytest.raises(MigrationError, match="2 ranks do not divide into 4 replicas"):
+        run(tmp_path, "titan.toml", text, target, engine__ranks=2)
