@@ -107,10 +107,28 @@ def read(path: Path) -> Source:
     if not text.strip():
         raise MigrationError("is empty.", where=str(path), remedy="Give a configuration file.")
     if path.suffix == ".toml":
-        return _toml(path, text)
-    if path.suffix == ".json" or text.lstrip()[:1] == "{":
-        return _json(path, text)
-    return _yaml(path, text)
+        source = _toml(path, text)
+    elif path.suffix == ".json" or text.lstrip()[:1] == "{":
+        source = _json(path, text)
+    else:
+        source = _yaml(path, text)
+    _require_plain(source)
+    return source
+
+
+def _require_plain(source: Source) -> None:
+    """MigrationError for what no report could show: dates of TOML, and half a character of a JSON escape."""
+
+    def refuse(value: Any) -> None:
+        raise MigrationError(
+            f"{value} is read as a date or a time.", where=str(source.path), remedy="Put it in quotes."
+        )
+
+    try:
+        json.dumps(source.data, ensure_ascii=False, default=refuse).encode()
+    except UnicodeEncodeError:
+        what = "holds half of a character pair (a lone surrogate), which is no valid text."
+        raise MigrationError(what, where=str(source.path), remedy="Write the whole character.") from None
 
 
 def _yaml(path: Path, text: str) -> Source:
