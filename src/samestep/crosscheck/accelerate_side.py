@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from samestep import models
 from samestep.crosscheck import script as scripts
-from samestep.crosscheck.configs import kind_of
-from samestep.crosscheck.deepspeed_side import backend, observed, sets_rates, start_deepspeed
+from samestep.crosscheck.configs import kind_of, sets_rates
+from samestep.crosscheck.deepspeed_side import backend, observed, start_deepspeed
 from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watch_compute, watched_reductions
 from samestep.data import Loader

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from samestep.crosscheck.configs import kind_of, launcher, runnable
+from samestep.crosscheck.configs import kind_of, launcher, runnable, sets_rates
 from samestep.crosscheck.launch import run_side
 from samestep.crosscheck.side import LAYER, MODEL, RANKS, STEPS, Observed, Tool
 from samestep.migrate import Migration, MigrationError, Source, migrate, tables
@@ -19,7 +19,9 @@ from samestep.recipe import parse
 from samestep.recipe.document import parse_text
 from samestep.recipe.schema import Data, Model, OffloadParts, Recipe
 
-Runner = Callable[[Tool, Recipe, dict[str, Any]], Observed]
+Side = tuple[Tool, dict[str, Any]]
+Runner = Callable[[Tool, Recipe, dict[str, Any], list[float] | None], Observed]
+"""Runs one side; its script sets the learning rates of the list, or else the recipe's."""
 Verdict = Literal["equal", "reported", "different", "unseen"]
 # What a script would say where the configuration does not; the same on both sides.
 _SCRIPT: dict[str, Any] = {
@@ -77,12 +79,44 @@ def check(
     right = _side_of_target(migration, recipe)
     if left[0] == right[0] == "samestep":
         raise MigrationError("source and target are the same recipe.", remedy="Choose another --to.")
-    sides = [run(tool, recipe, config) for tool, config in (left, right)]
-    return compared(*sides, lossy=_announced(migration, reading, given), sixteen_bit=recipe.precision.regime != "full")
+    lossy = _announced(migration, reading, given)
+    source_did, target_did = (run(tool, recipe, config, None) for tool, config in (left, right))
+    losses = None
+    if "schedule" in lossy and not _same("rates", source_did.rates, target_did.rates, 0.0):
+        losses = _under_one_schedule((left, source_did), (right, target_did), recipe, run)
+    sixteen_bit = recipe.precision.regime != "full"
+    return compared(source_did, target_did, lossy=lossy, sixteen_bit=sixteen_bit, same_rates=losses)
 
 
-def compared(source: Observed, target: Observed, *, lossy: set[str], sixteen_bit: bool) -> list[Compared]:
-    """What both sides did, quantity by quantity. `lossy`: topics in which the report announces differences."""
+def _under_one_schedule(
+    source: tuple[Side, Observed], target: tuple[Side, Observed], recipe: Recipe, run: Runner
+) -> tuple[list[float], list[float]] | None:
+    """The losses of both sides when the one whose script sets the rates takes those of the other one.
+
+    None where neither leaves them to its script, or where a side makes another number of steps of the batches.
+    """
+    ((left, left_config), source_did), ((right, right_config), target_did) = source, target
+    if len(source_did.rates) != STEPS or len(target_did.rates) != STEPS:
+        return None
+    if not sets_rates(right_config):
+        return source_did.losses, run(right, recipe, right_config, source_did.rates).losses
+    if not sets_rates(left_config):
+        return run(left, recipe, left_config, target_did.rates).losses, target_did.losses
+    return None
+
+
+def compared(
+    source: Observed,
+    target: Observed,
+    *,
+    lossy: set[str],
+    sixteen_bit: bool,
+    same_rates: tuple[list[float], list[float]] | None = None,
+) -> list[Compared]:
+    """What both sides did, quantity by quantity. `lossy`: topics in which the report announces differences.
+
+    `same_rates`: their losses at equal learning rates, where their own rates differ.
+    """
     tolerance = _SIXTEEN_BIT if sixteen_bit else _SINGLE
     rows = []
     for name, topic in _TOPICS.items():
@@ -92,7 +126,8 @@ def compared(source: Observed, target: Observed, *, lossy: set[str], sixteen_bit
         elif _same(name, a, b, tolerance):
             verdict = "equal"
         elif name == "losses":
-            verdict = "reported" if _excused(a, b, lossy, tolerance, source.rates != target.rates) else "different"
+            fair = (source, target) if same_rates is None else _with_losses(source, target, same_rates)
+            verdict = "reported" if _excused(*fair, lossy, tolerance) else "different"
         else:
             verdict = "reported" if topic in lossy else "different"
         rows.append(Compared(quantity=name, source=a, target=b, verdict=verdict))
@@ -109,12 +144,24 @@ def _close(a: list[float], b: list[float], tolerance: float) -> bool:
     return len(a) == len(b) and all(abs(x - y) <= tolerance for x, y in zip(a, b, strict=True))
 
 
-def _excused(a: list[float], b: list[float], lossy: set[str], tolerance: float, other_rates: bool) -> bool:
-    """Whether losses that differ follow from differences that the report announces."""
+def _with_losses(
+    source: Observed, target: Observed, same_rates: tuple[list[float], list[float]]
+) -> tuple[Observed, Observed]:
+    return replace(source, losses=same_rates[0]), replace(target, losses=same_rates[1])
+
+
+def _excused(source: Observed, target: Observed, lossy: set[str], tolerance: float) -> bool:
+    """Whether losses that differ follow from differences that were seen and that the report announces.
+
+    Other rates excuse nothing: losses of both sides at equal rates are compared instead.
+    """
     rounded = _SIXTEEN_BIT if "precision" in lossy else tolerance
-    # Other updates part the losses without bound, but not before the first of them; other dtypes by rounding alone.
-    other_updates = (other_rates and "schedule" in lossy) or bool(lossy & {"optimizer", "clipping"})
-    return _close(a[:1], b[:1], rounded) if other_updates else _close(a, b, rounded)
+    # Another optimizer or norm parts the losses without bound, but not before the first update.
+    other_updates = ("optimizer" in lossy and source.optimizer != target.optimizer) or (
+        "clipping" in lossy and source.clip != target.clip
+    )
+    steps = 1 if other_updates else STEPS
+    return _close(source.losses[:steps], target.losses[:steps], rounded)
 
 
 def _recipe(source: Source, reading: Reading, migration: Migration, given: dict[str, Any]) -> Recipe:
@@ -145,7 +192,7 @@ def _recipe(source: Source, reading: Reading, migration: Migration, given: dict[
     )
 
 
-def _side_of_source(source: Source, reading: Reading, recipe: Recipe) -> tuple[Tool, dict[str, Any]]:
+def _side_of_source(source: Source, reading: Reading, recipe: Recipe) -> Side:
     if reading.kind == "samestep":
         return "samestep", {}
     if reading.kind == "deepspeed":
@@ -156,7 +203,7 @@ def _side_of_source(source: Source, reading: Reading, recipe: Recipe) -> tuple[T
     raise MigrationError(what, where=str(source.path), remedy="Leave out --check.")
 
 
-def _side_of_target(migration: Migration, recipe: Recipe) -> tuple[Tool, dict[str, Any]]:
+def _side_of_target(migration: Migration, recipe: Recipe) -> Side:
     if migration.target == "samestep":
         return "samestep", {}
     if migration.target == "deepspeed":

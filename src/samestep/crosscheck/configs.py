@@ -39,8 +39,10 @@ def runnable(config: dict[str, Any], recipe: Recipe, *, fills_auto: bool = False
         "steps_per_print": 10**9,
     }
     kept.setdefault("gradient_accumulation_steps", recipe.train.accumulation)
-    if str(kept.get("optimizer.type", "")).lower() in ("adam", "adamw"):
+    if str(kept.get("optimizer.type", "")).lower() in ("adam", "adamw") and not kept.get("optimizer.params.torch_adam"):
         kept["optimizer.params.torch_adam"] = True
+        # The compiled one that torch's stands in for decays by nothing unless told; torch's by 0.01.
+        kept.setdefault("optimizer.params.weight_decay", 0.0)
     # The largest buckets would be larger than the machine.
     kept["zero_optimization.reduce_bucket_size"] = kept["zero_optimization.allgather_bucket_size"] = 10**6
     return nest(kept)
@@ -55,6 +57,13 @@ def _filled(every: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         for path, dtype in low.items()
         if path in every and every[path] in ("auto", None)
     }
+
+
+def sets_rates(config: dict[str, Any]) -> bool:
+    """Whether a configuration decides the learning rates, not the script: by a schedule of DeepSpeed's, or by an
+    optimizer without one."""
+    inside = config.get("deepspeed_json", config)
+    return "scheduler" in inside or "optimizer" in inside
 
 
 def kind_of(config: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from samestep import models
 from samestep.crosscheck import script
+from samestep.crosscheck.configs import sets_rates
 from samestep.crosscheck.side import STEPS, Observed, Order
 from samestep.crosscheck.watching import hyperparameters, masters, moments, only, watched_reductions
 from samestep.data import Loader
@@ -66,11 +67,6 @@ def backend() -> Any:
     import deepspeed.comm.comm as comm
 
     return comm.cdb
-
-
-def sets_rates(config: dict[str, Any]) -> bool:
-    """Whether a DeepSpeed configuration decides the learning rates: by a schedule, or by an optimizer without one."""
-    return "scheduler" in config or "optimizer" in config
 
 
 def _engine(order: Order, recipe: Recipe, model: torch.nn.Module) -> Any:

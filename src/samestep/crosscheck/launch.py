@@ -23,12 +23,15 @@ _SECONDS = 300.0
 _RANK = "samestep.crosscheck.rank"
 
 
-def run_side(tool: Any, recipe: Recipe, config: dict[str, Any]) -> Observed:
-    """Runs one side on its ranks. RunError, with the tool's own last word, when it fails."""
+def run_side(tool: Any, recipe: Recipe, config: dict[str, Any], rates: list[float] | None = None) -> Observed:
+    """Runs one side on its ranks. RunError, with the tool's own last word, when it fails.
+
+    `rates`: what its script sets, instead of the recipe's.
+    """
     with tempfile.TemporaryDirectory(prefix="samestep-") as scratch:
         folder = Path(scratch)
         report, order = folder / "report.json", folder / "order.json"
-        wanted = Order(tool=tool, recipe=recipe.model_dump(mode="json"), config=config, report=str(report))
+        wanted = Order(tool=tool, recipe=recipe.model_dump(mode="json"), config=config, report=str(report), rates=rates)
         order.write_text(json.dumps(dataclasses.asdict(wanted)), encoding="utf-8")
         ranks = recipe.engine.ranks
         if tool == "accelerate":

@@ -28,7 +28,7 @@ def run(order: Order) -> Observed:
     recipe = Recipe.model_validate(order.recipe)
     torch.set_num_threads(recipe.engine.threads)
     here = world.start(timeout_seconds=120)
-    rates = learning_rates(recipe, recipe.train.steps or STEPS)[:STEPS]
+    rates = order.rates or learning_rates(recipe, recipe.train.steps or STEPS)[:STEPS]
     if order.tool == "samestep":
         return _samestep(recipe, here, rates)
     if order.tool == "deepspeed":

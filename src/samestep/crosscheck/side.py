@@ -34,6 +34,8 @@ class Order:
     """The configuration of another tool."""
     report: str
     """The file for the `Observed` of the main rank."""
+    rates: list[float] | None = None
+    """Learning rates instead of the recipe's, where the side's script sets them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 from samestep.migrate.values import Values
 
+SCRIPTS_SCHEDULER = "the script's scheduler"
+"""A default of Accelerate that no field says."""
 _F = "fsdp_config.fsdp_"
 _P = "parallelism_config.parallelism_config_"
 _STRATEGY = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
@@ -63,10 +65,10 @@ def read_accelerate(v: Values) -> None:
     v.say(
         None,
         None,
-        "the script's scheduler",
+        SCRIPTS_SCHEDULER,
         status="lossy",
-        rule="a prepared scheduler advances once per process at each step; samestep's once per step. Give train.steps "
-        "and the warm-up in optimizer steps",
+        rule="a prepared scheduler advances once per process at each step; without Accelerate once per step. Give "
+        "train.steps and the warm-up in optimizer steps",
     )
 
 
@@ -105,6 +107,11 @@ def _first_version(v: Values) -> None:
         what = f"FSDP1 never reads it: sharding_strategy, here {strategy}, decides"
         v.find(_F + "reshard_after_forward", "warning", what)
         v.say(None, None, _F + "reshard_after_forward", rule=what, status="not-needed")
+    for size in (_P + "dp_replicate_size", _P + "dp_shard_size"):
+        if v.has(size) and v.get(size) != 1:
+            what = "FSDP1 never reads it, and shards over all ranks; only FSDP2 has groups from here"
+            v.find(size, "warning", what)
+            v.say(None, None, size, rule=what, status="not-needed")
     if strategy == "NO_SHARD":
         v.say("engine.name", "ddp", path, "distributed_type", _F + "version")
         return
@@ -141,7 +148,9 @@ def _second_version(v: Values) -> None:
     name = "hsdp" if hybrid else "ddp" if replicated else "fsdp"
     sizes = [path for path in (_P + "dp_replicate_size", _P + "dp_shard_size") if v.has(path)]
     v.say("engine.name", name, "distributed_type", _F + "version", *sizes)
-    if not replicated:
+    if replicated:
+        v.find(_P + "dp_shard_size", "warning", "is 1: Accelerate refuses FSDP2 without ranks to shard over")
+    else:
         v.say("engine.reshard_after_forward", truth, _F + "reshard_after_forward")
     if hybrid:
         v.say("engine.shard_ranks", shards, _P + "dp_shard_size")
@@ -173,6 +182,10 @@ def read_mixed_precision(v: Values, fsdp_version: int, path: str = "mixed_precis
     value = str(v.get(path)).lower()
     if v.has("fp16") and not v.has(path) and path == "mixed_precision":
         value, path = ("fp16" if v.get("fp16") else "no"), "fp16"
+    elif v.has("fp16") and path == "mixed_precision":
+        v.say(None, None, "fp16", rule=f"not read: mixed_precision, here {value}, wins", status="not-needed")
+        if v.get("fp16") != (value == "fp16"):
+            v.find("fp16", "warning", f"is not read: mixed_precision, here {value}, wins")
     if value == "no":
         _no_mixed_precision(v, path)
         return

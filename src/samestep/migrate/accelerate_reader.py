@@ -61,6 +61,8 @@ def read_accelerate_file(source: Source, given: dict[str, Any]) -> Reading:
             values.find(new, "warning", f"is called {new.rpartition('.')[2]} now")
     for path in [path for path in leaves if names[current_name(path)] != path]:
         values.find(path, "error", f"is given twice: {names[current_name(path)]} says the same")
+    if isinstance(under.get("num_machines"), str):
+        values.find("num_machines", "warning", "is a text, not a number: accelerate launch compares it and fails")
     part = None
     rows, findings, unknown = look_up(source, parts)
     if not _faulty(findings, values) and distributed_type(values) == "DEEPSPEED":

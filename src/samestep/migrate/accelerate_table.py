@@ -60,7 +60,7 @@ _FSDP = [
         "samestep's units are classes; other units change memory and speed, not numbers", topic="wrapping",
         harmless=("TRANSFORMER_BASED_WRAP",), family="fsdp", default="NO_WRAP",
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
-    Row(_F + "transformer_layer_cls_to_wrap", "list", "renamed", "module classes that form one shard unit each",
+    Row(_F + "transformer_layer_cls_to_wrap", "texts", "renamed", "module classes that form one shard unit each",
         to="engine.unit_classes", topic="wrapping"),
     Row(_F + "min_num_params", "int", "lossy", "goes with SIZE_BASED_WRAP; changes memory and speed, not numbers",
         topic="wrapping", harmless=(0,), family="fsdp", default=0),

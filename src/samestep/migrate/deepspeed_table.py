@@ -65,7 +65,7 @@ _PRECISION = [
         to="precision.regime", topic="precision", default=False, harmless=(False,)),
     Row("torch_autocast.dtype", "text", "computed", "the low dtype", to="precision.low_dtype", topic="precision",
         default="bfloat16", choices=("bfloat16", "float16", "bf16", "fp16")),
-    Row("torch_autocast.lower_precision_safe_modules", "list", "lossy", "samestep has no list of safe modules",
+    Row("torch_autocast.lower_precision_safe_modules", "texts", "lossy", "samestep has no list of safe modules",
         topic="precision"),
     Row("communication_data_type", "text", "computed",
         "dtype of gradients between ranks; left out, DeepSpeed takes the compute dtype, samestep's mixed fp32",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from samestep.errors import RecipeError
+from samestep.migrate.accelerate_meaning import SCRIPTS_SCHEDULER
 from samestep.migrate.deepspeed_table import DEEPSPEED
 from samestep.migrate.output import Output, json_text, yaml_text
 from samestep.migrate.reading import Reading
@@ -101,7 +103,7 @@ def migrate(source: Source, reading: Reading, target: str, given: dict[str, Any]
         kind=reading.kind,
         target=target,
         fields=fields,
-        defaults=tuple(_defaults(reading, out, as_is)),
+        defaults=tuple(_defaults(reading, out, target, as_is)),
         problems=tuple(reading.findings),
         missing=missing,
         left=tuple(defaults_left(out)) if target == "samestep" else (),
@@ -229,10 +231,12 @@ def _together(statuses: list[Status]) -> Status:
     return worst(needed) if needed else "not-needed"
 
 
-def _defaults(reading: Reading, out: Output, as_is: bool) -> list[Entry]:
+def _defaults(reading: Reading, out: Output, target: str, as_is: bool) -> list[Entry]:
     entries = []
     for setting in reading.meaning.settings:
         if any(source in reading.leaves for source in setting.sources):
+            continue
+        if SCRIPTS_SCHEDULER in setting.sources and target.startswith("accelerate"):
             continue
         place = _place(setting, out, {})
         if place.status == "not-needed" or (as_is and place.target_path is None):
@@ -252,10 +256,7 @@ def _defaults(reading: Reading, out: Output, as_is: bool) -> list[Entry]:
 def _text(source: Source, out: Output, target: str, fields: tuple[Entry, ...], missing: tuple[str, ...]) -> str:
     if target == "deepspeed":
         return json_text(out.data())
-    comments = {}
-    for entry in fields:
-        if entry.path in source.comments and entry.target_path and set(",:").isdisjoint(entry.target_path):
-            comments.setdefault(entry.target_path, source.comments[entry.path])
+    comments = _comments(source, out, fields)
     header = [f"# From {source.path.name}, by samestep migrate."]
     header += [f"# {path} is not said: give --set {path}=..." for path in missing]
     text = yaml_text(out.data(), comments, header)
@@ -268,3 +269,21 @@ def _text(source: Source, out: Output, target: str, fields: tuple[Entry, ...], m
                 f"The new recipe would not be valid: {what}.", where=str(source.path), remedy="Give other --set values."
             ) from None
     return text
+
+
+def _comments(source: Source, out: Output, fields: tuple[Entry, ...]) -> dict[str, tuple[list[str], str]]:
+    """The comments of the source by the place in the target where their field went; of several, the first."""
+    written = {part for path in out.leaves for part in accumulate(path.split("."), "{}.{}".format)}
+    places = {entry.path: (entry.target_path or "").split(", ")[0] for entry in fields}
+    found: dict[str, tuple[list[str], str]] = {}
+    for path, (above, beside) in source.comments.items():
+        # Sections, and fields that follow from others, keep their place in a file of the same tool.
+        place = path if path in written else places.get(path, "")
+        if place not in written:
+            continue
+        if place not in found:
+            found[place] = (above, beside)
+            continue
+        lines, end = found[place]
+        found[place] = ([*lines, *above, beside] if beside else [*lines, *above], end)
+    return found

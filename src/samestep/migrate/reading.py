@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from samestep.migrate.rows import Finding, Meaning, Row, Table
@@ -72,6 +73,10 @@ def look_up(source: Source, parts: list[Part]) -> LookedUp:
             name = part.name(path)
             row = part.table.find(path)
             rows[name] = row
+            if not _finite(value):
+                findings.append(Finding(name, "error", f"expected finite numbers, got {value}"))
+                unknown[name] = "not finite"
+                continue
             if row is None:
                 what, severity = _unknown(part, path, value)
                 unknown[name] = what
@@ -80,6 +85,12 @@ def look_up(source: Source, parts: list[Part]) -> LookedUp:
                 continue
             findings += [replace(found, path=name) for found in _value_findings(part, row, path, value)]
     return rows, [replace(found, line=found.line or source.lines.get(found.path)) for found in findings], unknown
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return all(map(_finite, value)) if isinstance(value, list) else not isinstance(value, float) or isfinite(value)
 
 
 def _unknown(part: Part, path: str, value: Any) -> tuple[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Status = Literal["kept", "renamed", "computed", "not-needed", "lossy", "impossible"]
 Severity = Literal["error", "warning", "note"]
-Kind = Literal["int", "float", "bool", "text", "list", "any"]
+Kind = Literal["int", "float", "bool", "text", "list", "texts", "any"]
 
 # From harmless to worst: a field that goes through two tables has the worse of its two fates.
 _ORDER: tuple[Status, ...] = ("kept", "renamed", "computed", "not-needed", "lossy", "impossible")

@@ -57,10 +57,16 @@ class Source:
 
 
 def flatten(data: dict[str, Any], prefix: str = "", whole: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
-    """(dotted path, value) of everything in `data`; an empty section is a value itself."""
+    """(dotted path, value) of everything in `data`; an empty section is a value itself.
+
+    MigrationError for a key with a dot: it would be taken for a field of a section, and no tool has such a key.
+    """
     found: list[tuple[str, Any]] = []
     for key, value in data.items():
         path = f"{prefix}{key}"
+        if "." in key:
+            what = f"the key {key!r} holds a dot, and no tool reads it as a section and its field."
+            raise MigrationError(what, where=prefix.rstrip(".") or None, remedy="Write them one below the other.")
         if isinstance(value, dict) and value and key not in whole:
             found += flatten(value, f"{path}.", whole)
         else:
@@ -98,16 +104,34 @@ def read(path: Path) -> Source:
         text = read_file(path)
     except RecipeError as error:
         raise _refusal(error) from None
+    if not text.strip():
+        raise MigrationError("is empty.", where=str(path), remedy="Give a configuration file.")
     if path.suffix == ".toml":
-        return _toml(path, text)
-    if path.suffix == ".json" or text.lstrip()[:1] == "{":
-        return _json(path, text)
-    return _yaml(path, text)
+        source = _toml(path, text)
+    elif path.suffix == ".json" or text.lstrip()[:1] == "{":
+        source = _json(path, text)
+    else:
+        source = _yaml(path, text)
+    _require_plain(source)
+    return source
+
+
+def _require_plain(source: Source) -> None:
+    """MigrationError for what no report could show: dates of TOML, and half a character of a JSON escape."""
+
+    def refuse(value: Any) -> None:
+        raise MigrationError(
+            f"{value} is read as a date or a time.", where=str(source.path), remedy="Put it in quotes."
+        )
+
+    try:
+        json.dumps(source.data, ensure_ascii=False, default=refuse).encode()
+    except UnicodeEncodeError:
+        what = "holds half of a character pair (a lone surrogate), which is no valid text."
+        raise MigrationError(what, where=str(source.path), remedy="Write the whole character.") from None
 
 
 def _yaml(path: Path, text: str) -> Source:
-    if not text.strip():
-        raise MigrationError("is empty.", where=str(path), remedy="Give a configuration file.")
     try:
         document = parse_text(text, str(path))
     except RecipeError as error:
@@ -201,7 +225,12 @@ def _refusal(error: RecipeError) -> MigrationError:
     problem: Problem = error.problems[0]
     place = f"{error.source}:{problem.line}" if problem.line else error.source
     what = f"{problem.field}: {problem.what}" if problem.field else problem.what
-    words = {"the recipe file": "the file", "of recipes": "of configurations", "a recipe": "a configuration"}
+    words = {
+        "merging with << is not part of recipes": "merging with << is not read here",
+        "the recipe file": "the file",
+        "of recipes": "of configurations",
+        "a recipe": "a configuration",
+    }
     for said, meant in words.items():
         what = what.replace(said, meant)
     return MigrationError(what, where=place)

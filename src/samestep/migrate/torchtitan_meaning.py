@@ -38,7 +38,9 @@ def _engine(v: Values) -> int | None:
     if shards > 0:
         v.say("engine.ranks", ranks, *paths, rule="replicas x shards")
     if name == "hsdp":
-        if shards > 0 or ranks:
+        if shards <= 0 and ranks and ranks % replicas:
+            v.find(paths[1], "error", f"{ranks} ranks do not divide into {replicas} replicas")
+        elif shards > 0 or ranks:
             shard = shards if shards > 0 else ranks // replicas
             v.say("engine.shard_ranks", shard, *paths, rule="ranks in one sharding group")
         else:

@@ -113,12 +113,12 @@ _OPTIMIZER = [
 _OTHER = [
     *(Row(f"model.{name}", "any", "lossy", "a model that torchtitan knows by name: give model.path")
       for name in ("name", "flavor", "hf_assets_path", "tokenizer_path")),
-    Row("model.converters", "list", "computed", "float8 is the regime mixed-fp8", to="precision.regime",
+    Row("model.converters", "texts", "computed", "float8 is the regime mixed-fp8", to="precision.regime",
         topic="precision", harmless=([], "")),
     Row("model.print_after_conversion", "bool", "not-needed", _OWN),
     Row("float8.recipe_name", "text", "renamed", "how many values share one scale", to="precision.fp8.scaling",
         topic="precision", choices=("tensorwise", "rowwise", "rowwise_with_gw_hp")),
-    Row("float8.filter_fqns", "list", "computed", "parts of names of layers that stay in bfloat16",
+    Row("float8.filter_fqns", "texts", "computed", "parts of names of layers that stay in bfloat16",
         to="precision.fp8.skip", topic="precision"),
     Row("float8.emulate", "bool", "kept", "multiply in fp32 what was rounded to float8", to="precision.fp8.emulate",
         topic="precision"),

@@ -13,12 +13,11 @@ from samestep.migrate.reading import Part, Reading, look_up, read_with
 from samestep.migrate.rows import Finding, Meaning, Setting
 from samestep.migrate.source import Source, flatten
 from samestep.migrate.transformers_meaning import read_arguments
-from samestep.migrate.transformers_table import TRANSFORMERS
+from samestep.migrate.transformers_table import TRAINER_FSDP, TRAINER_NAMES, TRANSFORMERS
 from samestep.migrate.values import Values, readable
 
 _F = "fsdp_config.fsdp_"
-# The Trainer's name of a field of FSDP, where it is another one than Accelerate's.
-_FSDP_NAMES = {"cpu_offload": "offload_params"}
+_STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 # Fields of DeepSpeed that the Trainer fills in or compares: each must be equal to its argument.
 _MATCHED = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", "train.micro_batch"),
@@ -33,6 +32,11 @@ _MATCHED = {
     "bf16.enabled": ("bf16", "precision.regime"),
     "fp16.enabled": ("fp16", "precision.regime"),
 }
+# What the Trainer fills an `auto` with that is no argument of its own.
+_FIXED = {
+    "train_batch_size": "auto: micro-batch x accumulation x ranks",
+    "scheduler.params.warmup_min_lr": "auto: the Trainer fills in 0, as DeepSpeed does without",
+}
 
 
 def read_transformers_file(source: Source, given: dict[str, Any]) -> Reading:
@@ -43,8 +47,12 @@ def read_transformers_file(source: Source, given: dict[str, Any]) -> Reading:
         "deepspeed": _section(source, values, "deepspeed"),
         "fsdp_config": _section(source, values, "fsdp_config"),
     }
-    own = dict(flatten({key: value for key, value in source.data.items() if not isinstance(sections.get(key), dict)}))
+    inline = {key for key in sections if isinstance(sections[key], dict) and isinstance(source.data[key], dict)}
+    own = dict(flatten({key: value for key, value in source.data.items() if key not in inline}))
     values.given = own
+    for key in sections:
+        if isinstance(sections[key], dict) and key not in inline:
+            values.say(None, None, key)
     leaves |= own
     parts = [Part(table=TRANSFORMERS, leaves=own, unknown_is="refuses it")]
     deepspeed = None
@@ -55,10 +63,12 @@ def read_transformers_file(source: Source, given: dict[str, Any]) -> Reading:
         deepspeed = DeepSpeedPart(config, names)
         parts.append(Part(table=DEEPSPEED, leaves=config, names=names))
         leaves |= {names[path]: value for path, value in config.items()}
-    fsdp = _fsdp_values(source, sections["fsdp_config"], given)
-    if fsdp.names:
-        parts.append(_fsdp_part(fsdp))
-        leaves |= {name: fsdp.given[path] for path, name in fsdp.names.items()}
+    section = sections["fsdp_config"] or {}
+    parts.append(_fsdp_part(section, "fsdp_config."))
+    leaves |= {f"fsdp_config.{key}": value for key, value in section.items()}
+    fsdp = _fsdp_values(source, section, given, "fsdp_config.")
+    values.findings += fsdp.findings
+    fsdp.findings = []
     rows, findings, unknown = look_up(source, parts)
     if not any(found.severity == "error" for found in [*findings, *values.findings]):
         read_arguments(values)
@@ -69,21 +79,21 @@ def read_transformers_file(source: Source, given: dict[str, Any]) -> Reading:
 
 def read_fsdp_config_file(source: Source, given: dict[str, Any]) -> Reading:
     """The JSON that TrainingArguments' fsdp_config names, by itself."""
-    fsdp = _fsdp_values(source, source.data, given, prefix="")
+    fsdp = _fsdp_values(source, source.data, given, "")
     fsdp.given = {"distributed_type": "FSDP", **fsdp.given}
-    leaves = {name: fsdp.given[path] for path, name in fsdp.names.items()}
-    rows, findings, unknown = look_up(source, [_fsdp_part(fsdp)])
-    if not any(found.severity == "error" for found in findings):
+    rows, findings, unknown = look_up(source, [_fsdp_part(source.data, "")])
+    if not any(found.severity == "error" for found in [*findings, *fsdp.findings]):
         read_fsdp(fsdp)
     meaning = Meaning(settings=tuple(fsdp.settings))
-    return read_with("fsdp-config", leaves, (rows, findings, unknown), fsdp, meaning)
+    return read_with("fsdp-config", dict(source.data), (rows, findings, unknown), fsdp, meaning)
 
 
-def _fsdp_part(fsdp: Values) -> Part:
+def _fsdp_part(section: dict[str, Any], prefix: str) -> Part:
+    bare = {key: f"fsdp_config.{key.removeprefix('fsdp_')}" for key in section}
     return Part(
-        table=ACCELERATE,
-        leaves={path: fsdp.given[path] for path in fsdp.names},
-        names=fsdp.names,
+        table=TRAINER_FSDP,
+        leaves={path: section[key] for key, path in bare.items()},
+        names={path: f"{prefix}{key}" for key, path in bare.items()},
         texts_are_numbers=True,
     )
 
@@ -100,28 +110,48 @@ def _section(source: Source, values: Values, key: str) -> Any:
         return None
 
 
-def _fsdp_values(source: Source, section: Any, given: dict[str, Any], prefix: str = "fsdp_config.") -> Values:
+def _fsdp_values(source: Source, section: dict[str, Any], given: dict[str, Any], prefix: str) -> Values:
     """The Trainer's fields of FSDP under Accelerate's names, with the Trainer's own defaults."""
+    values = Values(ACCELERATE, {}, extra=given)
     fields: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for key, value in (section or {}).items():
+    keys: dict[str, str] = {}
+    for key, value in section.items():
         bare = key.removeprefix("fsdp_")
-        path = _F + _FSDP_NAMES.get(bare, bare)
-        fields[path], names[path] = value, f"{prefix}{key}"
+        if bare in keys:
+            what = f"is given twice: {prefix}{keys[bare]} says the same"
+            values.findings.append(Finding(f"{prefix}{key}", "error", what, source.lines.get(f"{prefix}{key}")))
+        keys[bare] = key
+        row = TRAINER_FSDP.find(f"fsdp_config.{bare}")
+        if row is not None and not row.ignored:
+            path = _F + TRAINER_NAMES.get(bare, bare)
+            fields[path], names[path] = value, f"{prefix}{key}"
+    values.given, values.names = fields, names
+    first = str(fields.get(_F + "version", 2)) == "1"
     legacy = source.data.get("fsdp")
-    words = legacy.split() if isinstance(legacy, str) else legacy if isinstance(legacy, list) else []
-    for word in words:
-        if word == "offload":
-            fields.setdefault(_F + "offload_params", True)
-        elif word in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"):
-            first = str(fields.get(_F + "version", 2)) == "1"
-            if first:
-                fields.setdefault(_F + "sharding_strategy", word.upper())
-            else:
-                fields.setdefault(_F + "reshard_after_forward", word != "shard_grad_op")
+    for word in legacy.split() if isinstance(legacy, str) else legacy if isinstance(legacy, list) else []:
+        _legacy_word(values, fields, names, word, first=first)
     fields.setdefault(_F + "version", 2)
     fields.setdefault(_F + "auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    return Values(ACCELERATE, fields, names=names, extra=given)
+    return values
+
+
+def _legacy_word(v: Values, fields: dict[str, Any], names: dict[str, str], word: Any, *, first: bool) -> None:
+    """A word of `fsdp`, from before fsdp_config; what fsdp_config itself says wins."""
+    if word not in (*_STRATEGIES, "offload", "auto_wrap"):
+        v.find("fsdp", "error", f"has no option {word!r}; the Trainer refuses it")
+    elif word in _STRATEGIES[2:] and not first:
+        v.find("fsdp", "error", f"{word} is of FSDP1; the Trainer refuses it with FSDP2, its default")
+    elif word in _STRATEGIES[1:] and first:
+        what = f"{word} is not what runs: Accelerate does not read the Trainer's strategy for FSDP1 and uses FULL_SHARD"
+        v.find("fsdp", "warning", what)
+    said = {"offload": ("offload_params", True)}
+    if not first:
+        said |= {"full_shard": ("reshard_after_forward", True), "shard_grad_op": ("reshard_after_forward", False)}
+    if word in said:
+        name, value = said[word]
+        if _F + name not in fields:
+            fields[_F + name], names[_F + name] = value, "fsdp"
 
 
 def _read_engine(v: Values, fsdp: Values, deepspeed: DeepSpeedPart | None) -> None:
@@ -129,10 +159,10 @@ def _read_engine(v: Values, fsdp: Values, deepspeed: DeepSpeedPart | None) -> No
         if v.given.get("fsdp"):
             v.find("fsdp", "error", "fsdp and deepspeed are both given; the Trainer refuses that")
         filled = _fill(v, deepspeed)
-        if filled.get("train_batch_size") == "auto":
-            del filled["train_batch_size"]
-            rule = "auto: micro-batch x accumulation x ranks"
-            v.settings.append(Setting(None, None, (deepspeed.names["train_batch_size"],), rule, "not-needed"))
+        for path, rule in _FIXED.items():
+            if filled.get(path) == "auto":
+                del filled[path]
+                v.settings.append(Setting(None, None, (deepspeed.names[path],), rule, "not-needed"))
         inside = Values(DEEPSPEED, filled, names=deepspeed.names, extra=v.extra)
         read_deepspeed(inside)
         if "scheduler.type" not in filled:
@@ -144,6 +174,7 @@ def _read_engine(v: Values, fsdp: Values, deepspeed: DeepSpeedPart | None) -> No
         for path in ("bf16", "fp16"):
             if v.has(path):
                 v.say(None, None, path, rule="DeepSpeed's own block says the same")
+        _not_read(v, fsdp, "DeepSpeed runs")
         return
     path = "fp16" if v.get("fp16") else "bf16"
     if v.given.get("fsdp"):
@@ -155,8 +186,7 @@ def _read_engine(v: Values, fsdp: Values, deepspeed: DeepSpeedPart | None) -> No
         v.asked += fsdp.asked
         version = fsdp.get(_F + "version")
     else:
-        for name in fsdp.names.values():
-            v.settings.append(Setting(None, None, (name,), "not read: fsdp is not set", "not-needed"))
+        _not_read(v, fsdp, "fsdp is not set")
         v.say(
             "engine.name",
             "single" if v.extra.get("engine.ranks") == 1 else "ddp",
@@ -165,6 +195,11 @@ def _read_engine(v: Values, fsdp: Values, deepspeed: DeepSpeedPart | None) -> No
         )
         version = 0
     _mixed_precision(v, path, version)
+
+
+def _not_read(v: Values, fsdp: Values, why: str) -> None:
+    for name in fsdp.names.values():
+        v.settings.append(Setting(None, None, (name,), f"not read: {why}", "not-needed"))
 
 
 def _mixed_precision(v: Values, path: str, version: int) -> None:
@@ -181,24 +216,42 @@ def _mixed_precision(v: Values, path: str, version: int) -> None:
 def _fill(v: Values, part: DeepSpeedPart) -> dict[str, Any]:
     """DeepSpeed's fields with `auto` filled as the Trainer does; one that differs from its argument is a fault."""
     filled = dict(part.given)
-    arguments = {path: (v.get(name), name, target) for path, (name, target) in _MATCHED.items()}
-    betas = [v.get("adam_beta1"), v.get("adam_beta2")]
-    arguments["optimizer.params.betas"] = (betas, "adam_beta1", "train.optimizer.betas")
+    arguments = _arguments(v)
     for path, value in part.given.items():
         row = DEEPSPEED.find(path)
         if path not in arguments or row is None:
             continue
         argument, name, target = arguments[path]
-        unknown = path.startswith("scheduler.") and not (argument and argument >= 1)
         if value == "auto":
-            if not unknown:
+            if argument is not None:
                 filled[path] = argument
-        elif readable(row, value) != argument and not unknown and target not in v.extra:
+        elif argument is not None and readable(row, value) != argument and target not in v.extra:
             origin = "" if name in v.given else ", by default"
             what = f"is {value!r}, but {name} is {argument!r}{origin}; the Trainer refuses that"
             what += f": --set {target}=... decides"
             v.findings.append(Finding(part.names[path], "error", what))
+    if filled.get("train_batch_size", "auto") != "auto":
+        # The Trainer has a number for each of the others; DeepSpeed alone would derive what is left out.
+        for path in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            argument, name, target = arguments[path]
+            if path not in part.given:
+                filled[path], part.names[path] = v.extra.get(target, argument), name
     return filled
+
+
+def _arguments(v: Values) -> dict[str, tuple[Any, str, str]]:
+    """By field of DeepSpeed: the argument's value, None where it depends on the run; its name; the recipe's field."""
+    found = {path: (v.get(name), name, target) for path, (name, target) in _MATCHED.items()}
+    betas = [v.get("adam_beta1"), v.get("adam_beta2")]
+    found["optimizer.params.betas"] = (betas, "adam_beta1", "train.optimizer.betas")
+    for path in ("bf16", "fp16"):
+        found[f"{path}.enabled"] = (bool(v.get(path) or v.get(f"{path}_full_eval")), path, "precision.regime")
+    steps, name, target = found["scheduler.params.total_num_steps"]
+    found["scheduler.params.total_num_steps"] = (steps if steps > 0 else None, name, target)
+    warmup, name, target = found["scheduler.params.warmup_num_steps"]
+    share = 0 < warmup < 1 or (not warmup and v.get("warmup_ratio"))
+    found["scheduler.params.warmup_num_steps"] = (None if share else max(1, warmup), name, target)
+    return found
 
 
 def _last_word(settings: list[Setting]) -> list[Setting]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from samestep.migrate.accelerate_table import ACCELERATE
 from samestep.migrate.rows import Row, Table
 
 _OWN = "the Trainer's own; it does not change the training"
@@ -118,8 +122,35 @@ _RUN = [
     Row("eval_steps", "int", "lossy", "evaluation needs held-out rows: give data.held_out",
         to="train.evaluate_every"),
     Row("logging_steps", "int", "renamed", "steps between lines of the log", to="log.every", default=500),
-    Row("report_to", "list", "computed", "tensorboard and trackio", to="log.trackers"),
+    Row("report_to", "texts", "computed", "tensorboard and trackio", to="log.trackers"),
     *(Row(name, "any", "not-needed", _OWN) for name in _OUT),
 ]  # fmt: skip
 
 TRANSFORMERS = Table("the Trainer", [*_TRAINING, *_OPTIMIZER, *_ENGINES, *_RUN])
+
+TRAINER_NAMES = {"cpu_offload": "offload_params"}
+"""The Trainer's names of fields of FSDP, where they are others than Accelerate's."""
+# Fields of Accelerate's that the Trainer does not hand on from its fsdp_config.
+_UNREAD = {
+    "offload_params": "cpu_offload is its name there",
+    "sharding_strategy": "reshard_after_forward decides under FSDP2, and FSDP1 runs FULL_SHARD",
+    "activation_checkpointing_offload": "Accelerate's default stays",
+    "ignored_modules": "no module is ignored",
+    "mixed_precision_policy": "bf16 and fp16 decide",
+}
+
+
+def _trainer_rows() -> Iterator[Row]:
+    theirs = {path: name for name, path in TRAINER_NAMES.items()}
+    for row in ACCELERATE:
+        section, _, bare = row.path.partition(".fsdp_")
+        if section != "fsdp_config" or not bare:
+            continue
+        if bare in _UNREAD:
+            yield replace(row, path=f"fsdp_config.{bare}", ignored=f"the Trainer does not read it: {_UNREAD[bare]}")
+        if bare not in _UNREAD or bare in theirs:
+            yield replace(row, path=f"fsdp_config.{theirs.get(bare, bare)}")
+
+
+TRAINER_FSDP = Table("the Trainer", _trainer_rows())
+"""What the Trainer reads of its fsdp_config."""

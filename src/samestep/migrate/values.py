@@ -94,7 +94,9 @@ def read_value(row: Row, value: Any) -> Any:
     """`value` as the row's kind; Unreadable with a reason otherwise."""
     if value is None or value == AUTO or row.kind == "any":
         return value
-    reader = {"int": _integer, "float": _number, "bool": _boolean, "list": _list, "text": _text}[row.kind]
+    reader = {"int": _integer, "float": _number, "bool": _boolean, "list": _list, "texts": _texts, "text": _text}[
+        row.kind
+    ]
     read = reader(value)
     known = {choice.lower(): choice for choice in row.choices}
     if known and str(read).lower() not in known:
@@ -145,6 +147,13 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise Unreadable(f"expected a list, got {value!r}")
     return value
+
+
+def _texts(value: Any) -> list[str]:
+    values = _list(value)
+    if not all(isinstance(item, str) for item in values):
+        raise Unreadable(f"expected a list of texts, got {value!r}")
+    return values
 
 
 def _text(value: Any) -> str:

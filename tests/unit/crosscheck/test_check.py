@@ -22,9 +22,12 @@ GIVEN = {"model.path": "m", "data.path": "d", "engine.ranks": 2, "train.steps": 
 RECIPE = parse("model: {path: m}\ndata: {path: d}\ntrain: {steps: 5, micro_batch: 3}\n")
 
 
-def verdicts(lossy: set[str] | None = None, *, sixteen_bit: bool = True, **changes: Any) -> dict[str, str]:
+def verdicts(
+    lossy: set[str] | None = None, *, sixteen_bit: bool = True, same_rates: Any = None, **changes: Any
+) -> dict[str, str]:
     other = dataclasses.replace(SEEN, **changes)
-    return {row.quantity: row.verdict for row in compared(SEEN, other, lossy=lossy or set(), sixteen_bit=sixteen_bit)}
+    rows = compared(SEEN, other, lossy=lossy or set(), sixteen_bit=sixteen_bit, same_rates=same_rates)
+    return {row.quantity: row.verdict for row in rows}
 
 
 def test_the_same_is_equal() -> None:
@@ -65,11 +68,48 @@ def test_losses_are_held_to_the_precision_of_the_regime() -> None:
     assert verdicts(losses=[4.0, 3.901], sixteen_bit=False)["losses"] == "different"
 
 
-def test_nothing_excuses_another_first_loss() -> None:
-    late = {"rates": [0.0, 1e-3]}
-    assert verdicts({"schedule"}, losses=[4.0, 3.0], **late)["losses"] == "reported"
-    assert verdicts({"schedule"}, losses=[4.1, 3.0], **late)["losses"] == "different"
-    assert verdicts({"schedule"}, losses=[4.0, 3.0])["losses"] == "different"
+def test_other_rates_excuse_losses_only_where_equal_rates_make_them_equal() -> None:
+    late = {"rates": [0.0, 1e-3], "losses": [4.0, 3.0]}
+    assert verdicts({"schedule"}, **late)["losses"] == "different"
+    assert verdicts({"schedule"}, same_rates=([4.0, 3.9], [4.0, 3.901]), **late)["losses"] == "reported"
+    assert verdicts({"schedule"}, same_rates=([4.0, 3.9], [4.0, 3.8]), **late)["losses"] == "different"
+
+
+@pytest.mark.parametrize(
+    ("topic", "change"), [("optimizer", {"optimizer": {"eps": 1e-6}}), ("clipping", {"clip": None})]
+)
+def test_another_optimizer_or_norm_excuses_losses_only_where_it_was_seen(topic: str, change: dict[str, Any]) -> None:
+    assert verdicts({topic}, losses=[4.0, 3.0], **change)["losses"] == "reported"
+    assert verdicts({topic}, losses=[4.1, 3.0], **change)["losses"] == "different"
+    assert verdicts({topic}, losses=[4.0, 3.0])["losses"] == "different"
+
+
+class Sides:
+    """Runs nothing: each side's losses are its rates, and a script takes the rates that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[float] | None]] = []
+
+    def __call__(self, tool: Any, recipe: Any, config: Any, rates: list[float] | None = None) -> Observed:
+        self.calls.append((tool, rates))
+        own = [0.0, 0.0, 0.1, 0.2, 0.3] if "scheduler" in config else [0.0, 0.1, 0.2, 0.3, 0.3]
+        taken = rates or own
+        return dataclasses.replace(SEEN, rates=taken, losses=taken)
+
+
+@pytest.mark.parametrize("target", ["samestep", "accelerate-fsdp"])
+def test_the_side_whose_script_sets_the_rates_runs_again_under_the_others_schedule(tmp_path: Path, target: str) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
+    content = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}, "scheduler": scheduler}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    source = read(tmp_path / "ds.json")
+    reading = read_as("deepspeed", source, GIVEN)
+    run = Sides()
+    rows = check(source, reading, migrate(source, reading, target, GIVEN), GIVEN, run)
+    late = [0.0, 0.0, 0.1, 0.2, 0.3]
+    tool = target.partition("-")[0]
+    assert run.calls == [("deepspeed", None), (tool, None), (tool, late)]
+    assert {row.quantity: row.verdict for row in rows}["losses"] == "reported"
 
 
 def test_what_runs_has_no_auto_offload_or_logging() -> None:
@@ -87,7 +127,13 @@ def test_what_runs_has_no_auto_offload_or_logging() -> None:
     assert run["bf16"] == {"enabled": True}
     assert run["gradient_clipping"] == 0.5
     assert "offload_optimizer" not in run["zero_optimization"]
-    assert run["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True}
+    assert run["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": True, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(("params", "decay"), [({}, 0.0), ({"weight_decay": 0.1}, 0.1), ({"torch_adam": True}, None)])
+def test_the_optimizer_that_stands_in_decays_as_the_compiled_one(params: dict[str, Any], decay: float | None) -> None:
+    run = runnable({"optimizer": {"type": "AdamW", "params": params}}, RECIPE)
+    assert run["optimizer"]["params"].get("weight_decay") == decay
 
 
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 8, "gpu_ids": "all",

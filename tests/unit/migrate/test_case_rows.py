@@ -149,6 +149,9 @@ fsdp_config:
     dropped = ("backward_prefetch", "forward_prefetch", "sync_module_states", "use_orig_params")
     assert {statuses[name] for name in dropped} == {"not-needed"}
     assert not any(name in result.text for name in (*dropped, "sharding_strategy"))
+    # The script stays under Accelerate, and its scheduler with it.
+    assert "the script's scheduler" not in {item.path for item in result.defaults}
+    assert default(run(tmp_path, "fsdp1.yaml", text), "the script's scheduler").status == "lossy"
     assert "fsdp_version: 2" in result.text
 
 
@@ -193,3 +196,91 @@ def test_p96_a_text_that_is_no_number_is_refused(tmp_path: Path) -> None:
     text = json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": "eight"})
     with pytest.raises(MigrationError, match="gradient_accumulation_steps: expected a number, got 'eight'"):
         run(tmp_path, "ds.json", text)
+
+
+def test_p93_the_old_fp16_loses_to_mixed_precision(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\nfp16: true\n"
+    result = run(tmp_path, "acc.yaml", text)
+    assert entry(result, "fp16").rule == "not read: mixed_precision, here bf16, wins"
+    assert any(finding.path == "fp16" and "bf16, wins" in finding.what for finding in result.problems)
+
+
+@pytest.mark.parametrize(("version", "engine", "what"), [(1, "fsdp", "FSDP1 never reads it"), (2, "hsdp", "")])
+def test_p94_groups_are_of_fsdp2(tmp_path: Path, version: int, engine: str, what: str) -> None:
+    text = f"distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {{fsdp_version: {version}}}\n"
+    text += "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 2}\n"
+    result = run(tmp_path, "acc.yaml", text)
+    assert f"name: {engine}\n" in result.text
+    found = " ".join(finding.what for finding in result.problems if "size" in finding.path)
+    assert (what in found) if what else not found
+
+
+def test_p96_the_one_number_that_the_launcher_does_not_read_from_a_text(tmp_path: Path) -> None:
+    text = 'distributed_type: MULTI_GPU\nnum_processes: "2"\nnum_machines: "1"\nmixed_precision: bf16\n'
+    result = run(tmp_path, "acc.yaml", text)
+    assert [finding.path for finding in result.problems] == ["num_machines"]
+
+
+def test_comments_of_sections_and_of_fields_that_share_a_place_survive(tmp_path: Path) -> None:
+    text = """\
+distributed_type: FSDP  # the type
+mixed_precision: bf16  # half
+num_processes: 2
+fsdp_config:  # the section
+  # the second one
+  fsdp_version: 2  # of FSDP
+"""
+    same = run(tmp_path, "fsdp.yaml", text, "accelerate-fsdp").text
+    assert "distributed_type: FSDP  # the type\n" in same
+    assert "fsdp_config:  # the section\n  # the second one\n  fsdp_version: 2  # of FSDP\n" in same
+    recipe = run(tmp_path, "fsdp.yaml", text).text
+    assert "  regime: mixed  # half\n" in recipe
+    assert "  # the second one\n  # of FSDP\n  name: fsdp  # the type\n" in recipe
+
+
+WARMS_UP = {
+    "zero_optimization": {"stage": 2},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+}
+
+
+def test_p91_the_trainer_fills_the_rate_of_the_scheduler(tmp_path: Path) -> None:
+    arguments = {"output_dir": "o", "learning_rate": 1e-4, "max_steps": 5, "warmup_steps": 2}
+    result = run(tmp_path, "args.json", json.dumps(arguments | {"deepspeed": WARMS_UP}))
+    assert entry(result, "deepspeed.scheduler.params.warmup_max_lr").target_value == 1e-4
+    assert "train.optimizer.lr" not in result.missing
+    assert entry(result, "deepspeed.scheduler.params.warmup_min_lr").status == "not-needed"
+
+
+@pytest.mark.parametrize(
+    ("inside", "what"),
+    [
+        ({"warmup_max_lr": 3e-4}, "warmup_max_lr: is 0.0003, but learning_rate is 0.0001"),
+        ({"warmup_num_steps": 10}, "warmup_num_steps: is 10, but warmup_steps is 1, by default"),
+    ],
+)
+def test_p91_a_scheduler_that_differs_from_its_argument(tmp_path: Path, inside: dict[str, Any], what: str) -> None:
+    deepspeed = {"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR", "params": inside}}
+    arguments = {"output_dir": "o", "learning_rate": 1e-4, "max_steps": 50, "deepspeed": deepspeed}
+    with pytest.raises(MigrationError, match=what):
+        run(tmp_path, "args.json", json.dumps(arguments))
+
+
+@pytest.mark.parametrize(("given", "ranks"), [({}, 4), ({"per_device_train_batch_size": 16}, 2)])
+def test_p91_the_whole_batch_is_of_the_trainers_micro_batch(tmp_path: Path, given: dict[str, Any], ranks: int) -> None:
+    deepspeed = {"zero_optimization": {"stage": 2}, "train_batch_size": 64}
+    text = json.dumps(
+        {"output_dir": "o", "max_steps": 5, "gradient_accumulation_steps": 2, "deepspeed": deepspeed, **given}
+    )
+    result = run(tmp_path, "args.json", text)
+    assert entry(result, "deepspeed.train_batch_size").target_value == ranks
+    assert f"micro_batch: {given.get('per_device_train_batch_size', 8)}\n" in result.text
+    with pytest.raises(MigrationError, match="64 does not fit micro-batch, accumulation and ranks"):
+        run(tmp_path, "args.json", text, engine__ranks=3)
+
+
+@pytest.mark.parametrize("target", ["samestep", "accelerate-fsdp"])
+def test_replicas_that_do_not_fit_the_ranks_are_refused(tmp_path: Path, target: str) -> None:
+    text = "[training]\nsteps = 5\n[parallelism]\ndata_parallel_replicate_degree = 4\n"
+    with pytest.raises(MigrationError, match="2 ranks do not divide into 4 replicas"):
+        run(tmp_path, "titan.toml", text, target, engine__ranks=2)

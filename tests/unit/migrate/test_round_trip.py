@@ -161,6 +161,7 @@ def values_of(row: Row) -> st.SearchStrategy[Any]:
         "bool": st.booleans(),
         "text": st.sampled_from(["AdamW", "none", "linear", "x"]),
         "list": st.just(["a"]),
+        "texts": st.just(["a"]),
         "any": st.sampled_from([True, 3, "x", ["a"]]),
     }
     usual = kinds[row.kind]
