@@ -6,6 +6,7 @@ last. So whatever dies whenever, a folder called step-N is complete, and `latest
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from samestep.errors import CheckpointError, OutputError
 FOLDER = "checkpoints"
 _LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced"
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.\w+")
 
 
@@ -56,6 +58,8 @@ def newest(place: Path) -> Path:
         if not place.is_dir():
             what = "is a file, not a folder" if place.exists() else "is not there"
             raise CheckpointError(what, where=where, remedy="Give the folder of a run or of a checkpoint.")
+        for checkpoints in (place / FOLDER, place):
+            _give_back(checkpoints)
         published = [place] if _NAME.fullmatch(place.name) else _published(place / FOLDER) or _published(place)
         if published and not (published[-1] / manifests.NAME).is_file():
             raise CheckpointError(
@@ -77,6 +81,7 @@ def begin(checkpoints: Path, step: int) -> Path:
     partial = checkpoints / f".{name_of(step)}.partial"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
+        _give_back(checkpoints)
         for leftover in checkpoints.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
@@ -98,7 +103,7 @@ def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
         _write_durably(partial / manifests.NAME, manifests.encoded(manifest))
         sync_folder(partial)
         if final.exists():  # the same step again, after a resume from before it
-            replaced = checkpoints / f".{final.name}.replaced"
+            replaced = checkpoints / f".{final.name}{_REPLACED}"
             os.rename(final, replaced)
             os.rename(partial, final)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -114,6 +119,17 @@ def publish(partial: Path, manifest: Manifest, *, keep: int) -> Path:
         raise OutputError(f"cannot be written: {error.strerror}", where=str(final)) from error
     _prune(checkpoints, final, keep)
     return final
+
+
+def _give_back(checkpoints: Path) -> None:
+    """Gives its name back to a checkpoint that was about to be replaced by another of its step, when that never came:
+    between two renames there is neither."""
+    for replaced in checkpoints.glob(f".step-*{_REPLACED}"):
+        final = checkpoints / replaced.name.removeprefix(".").removesuffix(_REPLACED)
+        if not final.exists():
+            # Where nothing can be renamed, nothing can be lost either.
+            with contextlib.suppress(OSError):
+                os.rename(replaced, final)
 
 
 def _prune(checkpoints: Path, final: Path, keep: int) -> None:

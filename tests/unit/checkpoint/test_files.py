@@ -240,22 +240,27 @@ def _die_at(operation: int, folder: Path) -> None:
     sys.addaudithook(hook)
 
 
+def _killed_at(operation: int, folder: Path, step: int, whole: dict[str, torch.Tensor] | None = None) -> bool:
+    """Whether a process that saves was killed at this operation; otherwise it has saved and had no more of them."""
+    child = os.fork()
+    if not child:
+        _die_at(operation, folder)
+        try:
+            save(folder, step, whole, keep=1)
+        finally:
+            os._exit(0 if sys.exception() is None else 1)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
 def test_killed_at_any_operation_there_is_a_whole_one(tmp_path: Path) -> None:
     """A process that saves is killed at its first operation on files, at its second, and so on to its last."""
     save(tmp_path, 1, keep=1)
     step, operation, left_behind, killed = 1, 0, 0, True
     while killed:
         operation += 1
-        child = os.fork()
-        if not child:
-            _die_at(operation, tmp_path)
-            try:
-                save(tmp_path, step + 1, keep=1)
-            finally:
-                os._exit(0 if sys.exception() is None else 1)
-        status = os.waitpid(child, 0)[1]
-        killed = os.WIFSIGNALED(status)
-        assert killed or os.WEXITSTATUS(status) == 0
+        killed = _killed_at(operation, tmp_path, step + 1)
         left_behind += any(path.name.endswith(".partial") for path in tmp_path.iterdir())
         found = store.complete(tmp_path)
         assert found
@@ -270,6 +275,24 @@ def test_killed_at_any_operation_there_is_a_whole_one(tmp_path: Path) -> None:
     assert operation - left_behind > 5  # and after
     save(tmp_path, step + 1)
     assert not list(tmp_path.glob(".*"))  # leftovers are cleared
+
+
+def test_killed_while_the_same_step_is_saved_again(tmp_path: Path) -> None:
+    """Between two renames no folder has the step's name; the one that was there gets it back."""
+    save(tmp_path, 1, keep=1)
+    operation, killed, nameless, replaced = 0, True, 0, 0
+    while killed:
+        operation += 1
+        killed = _killed_at(operation, tmp_path, 1, tensors(operation + 1))
+        nameless += not store.complete(tmp_path)
+        newest = store.newest(tmp_path)
+        assert damages(newest, read_manifest(newest)) == []
+        found = dict(whole_tensors(newest, read_manifest(newest).tensors))["model.w"]
+        replaced += torch.equal(found, tensors(operation + 1)["model.w"])
+    assert nameless == 1
+    assert replaced > 1
+    save(tmp_path, 1)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_manifest_knows_its_tensors() -> None:
