@@ -69,7 +69,7 @@ def contenders(
 ) -> tuple[list[Contender], list[Peer]]:
     """The contenders of a benchmark and the peers that are not installed. `pairs` are engines with their regimes.
 
-    SamestepError when fewer than two can run, or when two of them would not do the same work.
+    SamestepError when two of them would not do the same work.
     """
     ours = [
         Contender(name=engine, title=f"samestep {engine}", recipe=_recipe(recipe, engine, regime))
@@ -84,15 +84,7 @@ def contenders(
         for peer in wanted
         if peer not in missing
     ]
-    found = [*ours, *theirs]
-    if len(found) < 2:
-        absent = f" ({missing[0].name} is not installed)" if missing else ""
-        raise SamestepError(
-            f"a benchmark needs at least two that take turns; number given: {len(found)}{absent}.",
-            where="bench",
-            remedy="Name two engines, such as --engines fsdp,zero3, or add --against fsdp2.",
-        )
-    return found, missing
+    return [*ours, *theirs], missing
 
 
 def refuse_unequal_plans(found: Sequence[Contender], plans: Sequence[Plan]) -> None:

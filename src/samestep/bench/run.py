@@ -22,6 +22,7 @@ from samestep.recipe import Recipe
 from samestep.training import folder
 from samestep.training.launch import launch_ranks
 from samestep.training.machine import versions
+from samestep.training.signals import as_interrupt
 
 # A file or a pipe has no width; the tables fit into this one.
 _PIPED_COLUMNS = 140
@@ -57,9 +58,12 @@ def bench(
     prepare(out, found, overwrite=overwrite)
     console = Console(stderr=True)
     try:
-        rounds = _rounds(found, settings, out, console)
+        with as_interrupt():
+            rounds = _rounds(found, settings, out, console)
     except (KeyboardInterrupt, Interrupted) as error:
-        raise Interrupted("the benchmark was interrupted; nothing is kept of it", where=str(out)) from error
+        raise Interrupted(
+            "the benchmark was interrupted; the turns that ended are here, without a report", where=str(out / ROUNDS)
+        ) from error
     report = make_report(recipe.name, found, missing, plans[0], settings, rounds)
     folder.write_json(out / REPORT, report)
     folder.write_text(out / PAGE, markdown(report, versions()))
@@ -145,6 +149,7 @@ def _show(report: dict[str, Any], out: Path) -> None:
         console = Console(width=_PIPED_COLUMNS)
     for table in rich_tables(report):
         console.print(table)
-    lines = ["Step time over step time, median over rounds (smallest-largest):", *ratio_lines(report)]
+    ratios = ratio_lines(report)
+    lines = ["Step time over step time, median over rounds (smallest-largest):", *ratios] if ratios else []
     for line in [*lines, *sentences(report), ", ".join(str(out / name) for name in (REPORT, PAGE, ROUNDS))]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -121,8 +121,9 @@ def markdown(report: dict[str, Any], versions: dict[str, str]) -> str:
         if number == 1:
             lines += ["Seconds of a step that is taken apart (by timers and a profiler, which slow it):", ""]
         lines += [_line([_joined(name) for name in names]), _line(["---"] * len(names)), *map(_line, rows), ""]
-    lines += ["Step time over step time, median over rounds (smallest-largest):", ""]
-    lines += [f"- {line}" for line in ratio_lines(report)]
+    if ratios := ratio_lines(report):
+        lines += ["Step time over step time, median over rounds (smallest-largest):", ""]
+        lines += [f"- {line}" for line in ratios]
     return "\n".join([*lines, "", *sentences(report)]) + "\n"
 
 

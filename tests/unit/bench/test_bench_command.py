@@ -33,7 +33,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "parts"),
     [
         (["--variants", "fsdp+mixed,zero3+low"], ["precision.regime is mixed in one and low in the other"]),
-        (["--engines", "fsdp"], ["needs at least two"]),
         ([], ["--engines, --variants", "give one of them"]),
         (["--engines", "fsdp,zero4"], ["zero4", "zero3"]),
         (["--engines", "fsdp", "--against", "fsdp3"], ["fsdp3", "fsdp2"]),
