@@ -106,7 +106,7 @@ def start(folder: Path, *arguments: str, launcher: Sequence[str] = (), **environ
         )  # fmt: skip
 
 
-def finish(process: subprocess.Popen[str], folder: Path, *, seconds: float = 120.0) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], folder: Path, *, seconds: float = 240.0) -> tuple[int, str]:
     """Exit code and standard error of a run, once it has ended. Whatever happens, none of its processes is left."""
     try:
         code = process.wait(seconds)

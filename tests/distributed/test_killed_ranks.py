@@ -48,7 +48,7 @@ def test_a_few_tries_of_the_benchmark() -> None:
 @needs_proc
 def test_a_run_goes_on_after_each_kill(folder: Path) -> None:
     """First one rank is killed while a checkpoint is written, then, in the run that went on, every process."""
-    often = ("--engine", "fsdp", "--set", "checkpoint.every=1", "--set", "train.steps=1000000")
+    often = ("--engine", "fsdp", "--set", "checkpoint.every=1", "--set", "train.steps=20000")
     process = start(folder, *often)
     step = _while_saving(folder, process, after=0)
     os.kill(ranks_of(folder)[1], signal.SIGKILL)
