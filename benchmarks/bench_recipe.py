@@ -1,4 +1,4 @@
-"""Writes what `samestep bench` needs for the figures of bench_cpu.md: a recipe, random rows, and a tokenizer for them.
+"""Writes what `samestep bench` needs to be run on a CPU: a recipe, random rows, and a tokenizer for them.
 
     python benchmarks/bench_recipe.py FOLDER [--length 512] [--rows 256]
 
