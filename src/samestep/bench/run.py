@@ -15,6 +15,7 @@ from samestep.bench.contenders import Contender, contenders, refuse_unequal_plan
 from samestep.bench.order import Measured, Order
 from samestep.bench.report import Settings, make_report
 from samestep.bench.table import markdown, ratio_lines, rich_tables, sentences
+from samestep.console import say
 from samestep.engines.build import resolve_plan
 from samestep.errors import EngineError, Interrupted, OutputError, SamestepError
 from samestep.precision.plan import Plan
@@ -110,10 +111,7 @@ def _rounds(found: Sequence[Contender], settings: Settings, out: Path, console: 
                 rounds[each.name].append(measured)
                 lines.write({"round": number, "engine": each.name, **measured.content()})
                 middle = sorted(measured.step_seconds)[len(measured.step_seconds) // 2]
-                console.print(
-                    f"round {number} of {settings.rounds}  {each.title}  {middle:.3f} s a step",
-                    highlight=False, markup=False, soft_wrap=True,
-                )  # fmt: skip
+                say(console, f"round {number} of {settings.rounds}  {each.title}  {middle:.3f} s a step")
     finally:
         lines.close()
     return rounds
@@ -152,4 +150,4 @@ def _show(report: dict[str, Any], out: Path) -> None:
     ratios = ratio_lines(report)
     lines = ["Step time over step time, median over rounds (smallest-largest):", *ratios] if ratios else []
     for line in [*lines, *sentences(report), ", ".join(str(out / name) for name in (REPORT, PAGE, ROUNDS))]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)

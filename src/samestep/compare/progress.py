@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from samestep.console import say
 from samestep.errors import RecipeError
 from samestep.recipe import load
 
@@ -37,7 +38,7 @@ class VariantProgress:
         if self._bar:
             self._bar.start()
         else:
-            self._say(self._title)
+            say(self._console, self._title)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,7 +54,7 @@ class VariantProgress:
         if not self._bar:
             # A line for every quarter; the last one is left to `done`.
             if 4 * before // self._total < 4 * self._step // self._total < 4:
-                self._say(f"{self._title}  step {self._step} of {self._total}")
+                say(self._console, f"{self._title}  step {self._step} of {self._total}")
             return
         state = f"step {self._step} of {self._total}"
         if self._step == self._total:
@@ -65,7 +66,7 @@ class VariantProgress:
     def done(self, loss: float | None) -> None:
         """Leaves one line on a variant that ended well."""
         shown = "not finite" if loss is None else f"{loss:.4f}"
-        self._say(f"{self._title}  {self._step} steps, last loss {shown}")
+        say(self._console, f"{self._title}  {self._step} steps, last loss {shown}")
 
     def _new_steps(self) -> int:
         try:
@@ -76,9 +77,6 @@ class VariantProgress:
             return 0
         self._offset += len(new)
         return new.count(b"\n")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _planned_steps(recipe: Path) -> int | None:

@@ -12,6 +12,7 @@ from samestep.compare import page
 from samestep.compare import picture as pictures
 from samestep.compare.outcome import Outcome
 from samestep.compare.table import table
+from samestep.console import say
 from samestep.errors import OutputError
 from samestep.training import folder
 
@@ -35,9 +36,9 @@ def publish(
         return
     console = Console()
     console.print(table(report))
-    console.print(report["verdict"], highlight=False, markup=False, soft_wrap=True)
+    say(console, report["verdict"])
     files = [REPORT, PAGE, *([PICTURE] if picture else [])]
-    console.print(", ".join(str(out / name) for name in files), highlight=False, markup=False, soft_wrap=True)
+    say(console, ", ".join(str(out / name) for name in files))
 
 
 def check(out: Path, *, overwrite: bool) -> None:

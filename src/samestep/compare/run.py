@@ -15,10 +15,10 @@ from samestep.compare.publish import PAGE, PICTURE, REPORT, publish
 from samestep.compare.report import make_report
 from samestep.compare.schedule import refuse_device_sets, run_all
 from samestep.compare.variants import Variant, recipes, variant
+from samestep.console import say
 from samestep.errors import EngineError, OutputError, PrecisionError
 from samestep.recipe import Recipe
 from samestep.training import folder
-from samestep.training.guard import refuse_recipe
 
 
 def compare(recipe: Recipe, engines: list[str], precisions: list[str], out: Path, **options: Any) -> dict[str, Any]:
@@ -61,14 +61,14 @@ def compare_variants(
     else:
         _prepare(out, overwrite=overwrite)
     if resume and (report := kept.finished(out, variants, states)):
-        _say(Console(stderr=True), f"nothing is left to do: {out / REPORT}")
+        say(Console(stderr=True), f"nothing is left to do: {out / REPORT}")
         return report
     _guard(variants, checked, states)
     kept.remember(out, variants, checked)
     try:
         outcomes = run_all(variants, checked, states, out, device_sets)
     except KeyboardInterrupt:
-        _say(Console(stderr=True), f"interrupted; what was done is in {out}: --resume goes on with it")
+        say(Console(stderr=True), f"interrupted; what was done is in {out}: --resume goes on with it")
         raise
     report = make_report(recipe.name, outcomes, tested=_tested(variants))
     publish(report, outcomes, out, picture=picture, json_output=json_output)
@@ -81,7 +81,10 @@ def compare_variants(
 def _guard(variants: Sequence[Variant], checked: Sequence[Recipe], states: Sequence[kept.State]) -> None:
     """Has the guard refuse a variant before the first one starts, not when its turn comes."""
     for each, recipe, state in zip(variants, checked, states, strict=True):
-        if state in ("absent", "broken"):
+        if state in ("absent", "broken") and recipe.precision.loses_updates:
+            # It looks at the model itself; other comparisons need neither torch nor a model in this process.
+            from samestep.training.guard import refuse_recipe
+
             try:
                 refuse_recipe(recipe)
             except PrecisionError as error:
@@ -92,10 +95,6 @@ def _tested(variants: Sequence[Variant]) -> list[str]:
     """Fields of the recipe in which variants of one seed may differ, since that is what is compared."""
     varied = [setting.partition("=")[0] for each in variants for setting in each.overrides]
     return list(dict.fromkeys(["engine.name", "precision.regime", *varied]))
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_process() -> None:

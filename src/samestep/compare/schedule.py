@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from samestep.compare import kept
@@ -15,6 +14,7 @@ from samestep.compare.child import Child
 from samestep.compare.outcome import Outcome, read_outcome
 from samestep.compare.progress import VariantProgress
 from samestep.compare.variants import Variant
+from samestep.console import say
 from samestep.errors import EngineError, RunError, SamestepError
 from samestep.recipe import Recipe
 from samestep.training import folder
@@ -25,6 +25,11 @@ _POLL_SECONDS = 0.2
 
 def refuse_device_sets(device_sets: Sequence[str], checked: Sequence[Recipe]) -> None:
     """EngineError for a set that names a device that is not there or in another set too, or that is too small."""
+    if not device_sets:
+        return
+    # A comparison without them needs no torch in this process.
+    import torch
+
     there = torch.accelerator.device_count()
     seen: set[str] = set()
     needed = max(1 if recipe.engine.name == "single" else recipe.engine.ranks for recipe in checked)
@@ -105,7 +110,7 @@ def run_all(
     for number, (each, state) in enumerate(zip(variants, states, strict=True)):
         if state == "whole":
             title = f"variant {number + 1} of {len(variants)}  {each.name}"
-            console.print(f"{title}  is already done", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{title}  is already done")
             outcomes[number] = read_outcome(each, out / each.name)
         else:
             waiting.append(number)

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from samestep.console import say
 from samestep.planning.sizes import number_text, size_text
 
 _SHOWN_NAMES = 5
@@ -44,11 +45,6 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(_forecast(report["forecast"]))
     for sentence in _forecast_notes(report["forecast"]):
         say(console, sentence)
-
-
-def say(console: Console, text: str) -> None:
-    """Prints a sentence as it is, in lines that the terminal breaks."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def columns(first: str, *headings: str) -> Table:

@@ -198,6 +198,11 @@ class Precision(Section):
     """How fp32 masters are rounded to a bfloat16 export; null means stochastic for the stochastic regimes, otherwise
     nearest. The resolved recipe names it."""
 
+    @property
+    def loses_updates(self) -> bool:
+        """Whether updates are rounded to nearest in low precision, where small ones vanish."""
+        return self.regime == "low" or (self.regime == "mixed-fp8" and self.fp8.master != "float32")
+
 
 class OffloadParts(Section):
     """Offload of the zero engines, part by part."""

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from samestep.console import say
 from samestep.dtypes import dtype_name
 from samestep.precision.plan import ROLES, Plan
 from samestep.training.folder import StepRecord
@@ -49,7 +50,7 @@ class Display:
         self._console.print(table)
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
     def step(self, record: StepRecord) -> None:
         self._taken += 1

@@ -30,7 +30,8 @@ def refuse_run(
 
     `masters` gives those of this rank, `rates` is the learning rate of every step. Raises PrecisionError.
     """
-    if _looks(recipe, plan):
+    # Roundings other than to nearest lose nothing.
+    if _can_be_known(recipe) and plan.update == "nearest":
         refuse_lost_updates(
             masters(),
             peak_lr=max(rates),
@@ -46,8 +47,7 @@ def refuse_recipe(recipe: Recipe) -> None:
 
     Looks at low-precision masters only, since fp32 ones lose nothing at rates that train: what is left, the run sees.
     """
-    plan = resolve_plan(recipe, models.load_meta_model(recipe.model))
-    if plan.master == torch.float32 or not _looks(recipe, plan):
+    if not recipe.precision.loses_updates or not _can_be_known(recipe):
         return
     steps = recipe.train.steps
     if steps is None:
@@ -55,14 +55,13 @@ def refuse_recipe(recipe: Recipe) -> None:
         data = prepare(recipe.data, tokenizer, seed=recipe.train.seed)
         steps = setup.total_steps(recipe, setup.training_loader(data, recipe, tokenizer))
     model = models.load_model(recipe.model, seed=recipe.train.seed)
+    plan = resolve_plan(recipe, model)
     refuse_run(recipe, plan, lambda: _masters(model, plan), learning_rates(recipe, steps), _ALONE)
 
 
-def _looks(recipe: Recipe, plan: Plan) -> bool:
-    """Whether there is a limit, and something to know: the size of an SGD update is not known before it, and other
-    roundings than to nearest lose nothing."""
-    limited = recipe.precision.max_lost_update_share is not None
-    return limited and recipe.train.optimizer.name == "adamw" and plan.update == "nearest"
+def _can_be_known(recipe: Recipe) -> bool:
+    """Whether there is a limit, and a size of updates to hold against it: that of SGD's is not known beforehand."""
+    return recipe.precision.max_lost_update_share is not None and recipe.train.optimizer.name == "adamw"
 
 
 def _masters(model: nn.Module, plan: Plan) -> list[Shard]:

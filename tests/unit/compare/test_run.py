@@ -20,6 +20,7 @@ from samestep.compare.sets import expand
 from samestep.compare.table import share, table
 from samestep.errors import EngineError, OutputError, PrecisionError, RunError, SamestepError
 from samestep.recipe import Recipe, parse, resolved_text
+from samestep.training import guard
 
 GOOD = "name: story\nmodel: {path: ./m}\ndata: {path: d.jsonl}\nengine: {ranks: 2}\ntrain: {steps: 2}\n"
 # Loss, gradient norm and share of lost updates of every step, by regime.
@@ -97,7 +98,7 @@ def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChild, "most_open", 0)
     monkeypatch.setattr(schedule, "Child", FakeChild)
     # These recipes' models do not exist.
-    monkeypatch.setattr(run, "refuse_recipe", lambda recipe: None)
+    monkeypatch.setattr(guard, "refuse_recipe", lambda recipe: None)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -225,7 +226,7 @@ def test_nothing_runs_when_the_guard_refuses_a_later_variant(
         if each.precision.regime == "low":
             raise PrecisionError("98% of the updates would be lost", where="precision.regime")
 
-    monkeypatch.setattr(run, "refuse_recipe", refuse)
+    monkeypatch.setattr(guard, "refuse_recipe", refuse)
     with pytest.raises(PrecisionError, match=r"variant fsdp\+low: precision.regime: 98% of the updates") as caught:
         compared(recipe, tmp_path / "out")
     assert caught.value.exit_code == 2
@@ -349,7 +350,7 @@ def test_the_recipes_own_engine_need_not_be_sound(tmp_path: Path, monkeypatch: p
 
 def test_the_comparison_of_records_needs_no_torch() -> None:
     program = (
-        "import sys, samestep.compare.pairs, samestep.compare.verdict, samestep.compare.variants\n"
+        "import sys, samestep.compare.run, samestep.compare.verdict, samestep.compare.variants\n"
         "print([name for name in ('torch', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

@@ -7,8 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from samestep.console import say
 from samestep.planning.sizes import size_text
-from samestep.planning.tables import columns, say
+from samestep.planning.tables import columns
 
 _PARTS = {
     "compute": "matrix multiplications",
