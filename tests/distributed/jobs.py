@@ -14,6 +14,13 @@ def who_am_i() -> tuple[int, int, int]:
     return dist.get_rank(), dist.get_world_size(), os.getpid()
 
 
+def make_groups(count: int) -> int:
+    """Makes so many groups and leaves them; the process id."""
+    for _ in range(count):
+        dist.new_group(backend="gloo")
+    return os.getpid()
+
+
 def sum_of(value: float) -> float:
     """The sum over ranks of rank + value."""
     total = torch.tensor(dist.get_rank() + value)

@@ -49,6 +49,14 @@ def test_ranks_of_several_numbers_live_side_by_side(ranks):
     assert ranks.run(4, jobs.sum_of, value=1.0) == [10.0] * 4
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to count threads")
+def test_ranks_in_which_jobs_have_left_much_are_replaced(ranks):
+    few = ranks.run(1, jobs.make_groups, count=1)
+    assert ranks.run(1, jobs.make_groups, count=100) == few
+    assert ranks.run(1, jobs.make_groups, count=0) != few
+    assert gone(few)
+
+
 def test_surroundings(ranks):
     one, other = ranks.run(2, jobs.surroundings)
     assert one == other
