@@ -8,7 +8,7 @@ from typing import Any, Literal
 from samestep.compare.fields import FieldDifference
 from samestep.compare.pairs import Pair
 
-Stage = Literal["none", "forward", "gradient", "update", "weights", "length", "unknown"]
+Stage = Literal["none", "forward", "gradient", "update", "unrecorded", "weights", "length", "unknown"]
 
 _LOW = ("bfloat16", "float16")
 # A share of lost updates below this is not worth naming as a cause.
@@ -20,6 +20,7 @@ _STAGES: dict[Stage, str] = {
     "gradient": "the losses are still equal when the gradient norm differs: the backward pass, accumulation or the "
     "reduction between ranks",
     "update": "everything before the first update is equal: the optimizer or the rounding of its updates",
+    "unrecorded": "not every loss and gradient norm before it is there: any part of a step",
     "weights": "every loss and gradient norm is equal: the last update alone",
     "length": "one of them has fewer steps",
     "unknown": "nothing that was recorded differs; the weights are not there to compare",
@@ -35,9 +36,11 @@ def stage(pair: Pair) -> Stage:
         return "length"
     if first.quantity == "weights":
         return "weights"
-    if first.quantity == "grad_norm":
+    if first.quantity == "grad_norm" and pair.all_before:
         return "gradient"
-    return "forward" if first.step == 1 else "update"
+    if first.step == 1:
+        return "forward"
+    return "update" if pair.all_before else "unrecorded"
 
 
 def cause(

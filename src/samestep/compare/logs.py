@@ -1,7 +1,7 @@
 """Loss curves from other tools' logs: CSV, JSONL, transformers' trainer_state.json, TensorBoard. No torch.
 
-Every reader gives steps as steps.jsonl has them, with the quantities that the log has; None stands for a value that
-is not finite.
+Every reader gives steps as steps.jsonl has them, with the quantities that the log has and no others; None stands for a
+value that is not finite.
 """
 
 from __future__ import annotations
@@ -126,6 +126,9 @@ def _tensorboard(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
         tags = list(events.Tags()["scalars"])  # type: ignore[arg-type]
     except Exception as error:  # whatever a damaged file makes the reader raise
         raise DataError(f"cannot be read as TensorBoard events: {error}.", where=str(path)) from error
+    if not tags:
+        # The reader stops without a word where a file is damaged.
+        raise DataError("holds no scalar that can be read.", where=str(path), remedy="Give a whole event file.")
     names = _chosen(path, ["step", *tags], {**columns, "step": "step"})
     rows: dict[int, dict[str, Any]] = {}
     for quantity, tag in names.items():
@@ -168,7 +171,7 @@ def _row(where: str, cells: Mapping[str, Any]) -> dict[str, Any]:
     step = _number(where, "step", cells["step"])
     if step is None or step != int(step):
         raise DataError(f"the step {cells['step']!r} is not a whole number.", where=where, remedy=_WAYS)
-    row: dict[str, Any] = {"step": int(step), "grad_norm": None}
+    row: dict[str, Any] = {"step": int(step)}
     for quantity, value in cells.items():
         if quantity != "step" and value != "":
             row[quantity] = _number(where, quantity, value)

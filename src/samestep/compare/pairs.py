@@ -40,8 +40,9 @@ class WeightGap:
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two variants compared. Gaps are None where a value is not finite on one side only, or where nothing could be
-    compared. A gap can be 0 without equal bits: -0.0 and 0.0, or equal values in different dtypes. `ends_early`: all
-    that both have is equal, and the first difference is a step that one lacks."""
+    compared. A gap can be 0 without equal bits: -0.0 and 0.0, or equal values in different dtypes. `all_before`:
+    both have loss and gradient norm of every step before the first difference. `ends_early`: all that both have is
+    equal, and the first difference is a step that one lacks."""
 
     a: str
     b: str
@@ -59,6 +60,7 @@ class Pair:
     weights_differing: int | None
     weights_compared: int | None
     steps_compared: int
+    all_before: bool
     unequal_length: bool
     ends_early: bool
 
@@ -74,7 +76,8 @@ def compare_pair(
     b_steps: Sequence[dict[str, Any]],
     weights: WeightGap | None,
 ) -> Pair:
-    """Compares two runs by their steps.jsonl objects and their weights after the last step.
+    """Compares two runs by their steps.jsonl objects and their weights after the last step. A quantity that a step of
+    either does not have (a log without gradient norms) is not compared there.
 
     When one run has fewer steps, the first step that it lacks counts as a difference in the loss, and the weights,
     which then belong to different steps, are not compared. Without `weights` nothing is bit-equal.
@@ -107,6 +110,7 @@ def compare_pair(
         weights_differing=weights.differing if weights else None,
         weights_compared=weights.tensors if weights else None,
         steps_compared=common,
+        all_before=_all_before(a_steps, b_steps, first),
         unequal_length=unequal_length,
         ends_early=ends_early,
     )
@@ -115,9 +119,15 @@ def compare_pair(
 def _first_step_difference(a_steps: Sequence[dict[str, Any]], b_steps: Sequence[dict[str, Any]]) -> Difference | None:
     for a, b in zip(a_steps, b_steps, strict=False):
         for quantity in _PER_STEP:
-            if not _same_bits(a[quantity], b[quantity]):
+            if quantity in a and quantity in b and not _same_bits(a[quantity], b[quantity]):
                 return Difference(step=a["step"], quantity=quantity)
     return None
+
+
+def _all_before(a_steps: Sequence[dict[str, Any]], b_steps: Sequence[dict[str, Any]], first: Difference | None) -> bool:
+    pairs = [(a, b) for a, b in zip(a_steps, b_steps, strict=False) if first is None or a["step"] < first.step]
+    whole = all(quantity in step for pair in pairs for step in pair for quantity in _PER_STEP)
+    return whole and (first is None or len(pairs) == first.step - 1 or first.quantity == "weights")
 
 
 def _same_bits(a: float | None, b: float | None) -> bool:
@@ -133,8 +143,8 @@ def _largest_gap(
     """Largest |a - b|, or |a - b| / max(|a|, |b|), over the common steps."""
     gaps = []
     for a_step, b_step in zip(a_steps, b_steps, strict=False):
-        a, b = a_step[quantity], b_step[quantity]
-        if a is None and b is None:
+        a, b = a_step.get(quantity), b_step.get(quantity)
+        if (a is None and b is None) or quantity not in a_step or quantity not in b_step:
             continue
         if a is None or b is None:
             return None

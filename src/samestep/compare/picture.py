@@ -67,7 +67,7 @@ def _same_curves(outcomes: Sequence[Outcome]) -> list[list[int]]:
     """Positions of the outcomes, those with exactly the same two curves together."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, outcome in enumerate(outcomes):
-        groups.setdefault(tuple((s["loss"], s["grad_norm"]) for s in outcome.steps), []).append(index)
+        groups.setdefault(tuple((s["loss"], s.get("grad_norm")) for s in outcome.steps), []).append(index)
     return list(groups.values())
 
 
@@ -90,7 +90,7 @@ def _looks(group: int, position: int, members: int, *, dense: bool) -> dict[str,
 
 def _plot(axes: Any, outcome: Outcome, quantity: str, **looks: Any) -> None:
     steps = [record["step"] for record in outcome.steps]
-    values = [float("nan") if record[quantity] is None else record[quantity] for record in outcome.steps]
+    values = [float("nan") if record.get(quantity) is None else record[quantity] for record in outcome.steps]
     axes.plot(steps, values, marker="o" if len(steps) == 1 else None, **looks)
 
 

@@ -93,6 +93,18 @@ def test_logs_of_every_kind_say_the_same(tmp_path: Path) -> None:
     assert "is not known" in report["verdict"]
 
 
+def test_a_log_without_norms_is_compared_in_its_losses(tmp_path: Path) -> None:
+    a, b = made_run(tmp_path / "a", steps=3), csv_log(tmp_path / "b.csv", [falling(0), falling(1), falling(2)])
+    history = [{"step": n, "loss": falling(n - 1), "grad_norm": 1.0} for n in (1, 2, 3)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    for other in (a, tmp_path / "trainer_state.json"):
+        pair = compare_finished([other, b])[0]["pairs"][0]
+        assert (pair["relation"], pair["max_abs_loss_gap"]) == ("equal where recorded", 0.0)
+        assert pair["max_abs_grad_norm_gap"] is None
+    assert cli.main(["compare", str(a), str(b), "--out", str(tmp_path / "c")]) == 0
+    assert (tmp_path / "c" / "compare.png").exists()
+
+
 def test_a_tensorboard_file(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
@@ -102,6 +114,14 @@ def test_a_tensorboard_file(tmp_path: Path) -> None:
         writer.add_scalar("train/loss", loss, n)
     writer.close()
     assert [(s["step"], s["loss"]) for s in read_log(tmp_path / "tb")] == list(enumerate(LOSSES, start=1))
+
+
+def test_tensorboard_files_that_cannot_be_read(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for content in (b"", b"no events"):
+        (tmp_path / "events.out.tfevents.1").write_bytes(content)
+        with pytest.raises(SamestepError, match="holds no scalar"):
+            read_log(tmp_path)
 
 
 def test_a_tensorboard_file_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,36 @@ def test_the_part_of_a_step_in_which_logs_part(other: list[dict[str, Any]], part
     assert cause(pair, None, None)
 
 
+def without_norms(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "grad_norm"} for row in rows]
+
+
+def test_a_gradient_norm_that_one_log_lacks_is_no_difference() -> None:
+    one, other = rows((4, 1), (3, 1)), without_norms(rows((4, 1), (3, 1)))
+    pair = compare_pair("a", "b", one, other, None)
+    assert (pair.first_difference, pair.max_abs_grad_norm_gap) == (None, None)
+    # One that is there and not finite is a difference.
+    assert compare_pair("a", "b", one, [row | {"grad_norm": None} for row in other], None).first_difference is not None
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (rows((4, 1), (3, 1)), without_norms(rows((4, 1), (3.5, 1)))),
+        (without_norms(rows((4, 1), (3, 1))), without_norms(rows((4, 1), (3.5, 1)))),
+        # Every tenth step alone: the runs may have parted at any step before it.
+        ([{"step": 10, "loss": 4, "grad_norm": 1}], [{"step": 10, "loss": 4.5, "grad_norm": 1}]),
+        ([{"step": 10, "loss": 4, "grad_norm": 1}], [{"step": 10, "loss": 4, "grad_norm": 2}]),
+    ],
+)
+def test_what_was_not_recorded_is_not_blamed(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+    pair = compare_pair("a", "b", a, b, None)
+    assert stage(pair) == "unrecorded"
+    said = cause(pair, None, None)
+    assert said is not None
+    assert "any part of a step" in said
+
+
 def precision(master: str, lost: float, reduce: str = "float32") -> dict[str, Any]:
     roles = {"master": {"dtype": [master]}, "reduce": {"dtype": [reduce]}}
     return {"plan": {"roles": roles}, "facts": None, "forecast": {"lost_share": lost}}
