@@ -32,8 +32,8 @@ class Cluster(Section):
     """Devices, nodes and links. Speeds are text such as 400Gb/s (bits) or 50GB/s (bytes), of one direction."""
 
     device: str
-    """Name of the device, e.g. A100-80GB. A device that is not in the table needs peak_flops, memory, memory_bandwidth,
-    intra_node and matmul_efficiency."""
+    """Name of the device, such as A100-80GB. A device that is not in the table needs peak_flops, memory,
+    memory_bandwidth, intra_node and matmul_efficiency."""
     nodes: Annotated[int, Field(gt=0, le=100_000)]
     """Number of nodes."""
     devices_per_node: Annotated[int, Field(gt=0, le=1024)]
@@ -115,7 +115,8 @@ def _problems(error: ValidationError, document: Document) -> list[Problem]:
             meant = did_you_mean(name, Cluster.model_fields) or f"; known here: {', '.join(Cluster.model_fields)}"
             what = f"unknown key{meant}"
         elif detail["type"] == "missing":
-            what = f"is missing: {str(Cluster.model_fields[name].description).split('.')[0].lower()}"
+            said = str(Cluster.model_fields[name].description).split(". ")[0].rstrip(".")
+            what = f"is missing: {said[0].lower()}{said[1:]}"
         else:
             what = detail["msg"].removeprefix("Value error, ")
             what = (

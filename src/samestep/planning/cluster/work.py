@@ -169,9 +169,9 @@ def _float8_weights(model: nn.Module, plan: Plan) -> set[int]:
 def _attention_flops(model: nn.Module, recipe: Recipe) -> float:
     """FLOPs of scores and weighted sums in one forward pass of a micro-batch, over all layers: of the pairs that a
     causal mask lets through, but `eager` computes all of them."""
-    decoder, rows = Decoder.of(model), [recipe.data.max_tokens] * recipe.train.micro_batch
+    decoder, length = Decoder.of(model), recipe.data.max_tokens
     mask = "full" if recipe.model.attention == "eager" else "causal"
-    return forward_flops(decoder, rows, mask) - 2.0 * decoder.weights * sum(rows)
+    return recipe.train.micro_batch * (forward_flops(decoder, [length], mask) - 2.0 * decoder.weights * length)
 
 
 def _offloaded(recipe: Recipe) -> Offloaded:

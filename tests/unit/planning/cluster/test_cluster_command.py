@@ -119,7 +119,13 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], given: str, message: str)
 def test_options_that_contradict(capsys: pytest.CaptureFixture[str]) -> None:
     assert "leave --ranks out" in run(capsys, "--cluster", "cluster.yaml", "--ranks", "8", code=2)
     assert "--device-memory" in run(capsys, "--cluster", "cluster.yaml", "--device-memory", "80GB", code=2)
-    assert "is missing" in run(capsys, "--cluster", "nodes=2", code=2)
+    missing = run(capsys, "--cluster", "nodes=2", code=2)
+    assert "device: is missing: name of the device, such as A100-80GB\n" in missing
+    assert "devices_per_node: is missing: devices of each node\n" in missing
     assert "single is one process" in run(capsys, "--cluster", "cluster.yaml", "--engine", "single", code=2)
     uneven = ("--engine", "hsdp", "--set", "engine.shard_ranks=12", "--cluster", "nodes=3")
     assert "do not fill nodes" in run(capsys, "--cluster", "cluster.yaml", *uneven, code=2)
+
+
+def test_a_batch_that_is_far_too_large_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "DOES NOT FIT" in run(capsys, "--cluster", "cluster.yaml", "--set", f"train.micro_batch={2**53}", code=1)
