@@ -35,8 +35,9 @@ def trained(ranks: RankPools, folder: Path, engine: str, name: str, precision: d
 def test_accumulation_is_the_same_on_every_engine_and_a_reduction_in_bf16_is_named(
     ranks: RankPools, tmp_path: Path
 ) -> None:
-    """DeepSpeed#5898, transformers#26498, slime#290, pytorch#102731: curves of two engines parted, with accumulation
-    only in the first, and nobody could say why. There it was the dtype in which gradients were reduced."""
+    """P32, P07, P131, P133 (DeepSpeed#5898, transformers#26498, slime#290, pytorch#102731): curves of two engines
+    parted, with accumulation only in the first, and nobody could say why. There it was the dtype in which gradients
+    were reduced."""
     pytest.importorskip("deepspeed")
     folder = make_folder(tmp_path)
     runs = [trained(ranks, folder, engine, engine, {}) for engine in ("fsdp", "ddp", "zero1", "zero2", "zero3")]

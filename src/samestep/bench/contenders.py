@@ -120,6 +120,8 @@ def _refuse_for_peer(each: Contender, plan: Plan) -> None:
         != {"torch.float32"},
         f"low_dtype {recipe.precision.low_dtype}": str(plan.compute) == "torch.float16",
         "offload": recipe.engine.offload != "none",
+        "frozen weights in another dtype than they were loaded in": each.recipe.engine.name == "fsdp"
+        and any(p.held != p.loaded for p in plan.parameters if not p.trainable),
         "ignored modules": bool(recipe.engine.ignored_modules),
         "accumulation": recipe.train.accumulation > 1,
     }

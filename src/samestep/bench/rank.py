@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Protocol
@@ -85,7 +86,10 @@ class _Taken:
             began = time.perf_counter()
             with self._parts("data"):
                 data = self._loader.step(index)
-            self.losses.append(self._trains.step(data, index, self._rates[index]))
+            loss = self._trains.step(data, index, self._rates[index])
+            if not math.isfinite(loss):
+                raise _not_finite(index)
+            self.losses.append(loss)
             synchronize(self._here.device)
             seconds.append(time.perf_counter() - began)
         return seconds
@@ -120,11 +124,7 @@ class _Ours:
         measure = index % self._recipe.precision.measure_every == 0
         outcome = self._stepper.step(data, index=index, lr=lr, measure=measure, facts=index == 0)
         if not self._stepper.settle(outcome):
-            raise RunError(
-                f"step {index + 1} is not finite; there is nothing to time",
-                where="bench",
-                remedy="Lower the learning rate.",
-            )
+            raise _not_finite(index)
         if outcome.facts is not None:
             broken = violations(self._plan, outcome.facts, several_ranks=self._here.size > 1)
             if broken:
@@ -137,6 +137,12 @@ class _Ours:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _not_finite(index: int) -> RunError:
+    return RunError(
+        f"step {index + 1} is not finite; there is nothing to time", where="bench", remedy="Lower the learning rate."
+    )
 
 
 def forget_peak(device: torch.device) -> None:

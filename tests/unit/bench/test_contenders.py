@@ -48,7 +48,7 @@ def test_everyone_gets_the_same_work_and_an_engine() -> None:
 
 
 def test_unequal_regimes_are_refused() -> None:
-    """The speed-up of 2.9 of OpenTau#177 was 1.96 once the optimizers worked in one dtype."""
+    """P123: the speed-up of 2.9 of OpenTau#177 was 1.96 once the optimizers worked in one dtype."""
     with pytest.raises(SamestepError, match=r"precision.regime is mixed in one and low in the other") as caught:
         contenders(recipe(), [("zero3", "mixed"), ("ddp", "low")])
     assert caught.value.exit_code == 2
@@ -74,7 +74,7 @@ def test_a_peer_that_is_not_installed_is_named_and_nothing_takes_its_place(monke
 
 
 def test_unequal_plans_are_refused() -> None:
-    """Frozen weights stay in fp32 on fsdp, and DeepSpeed casts them: other memory, other speed."""
+    """P122: frozen weights stay in fp32 on fsdp, and DeepSpeed casts them: other memory, other speed."""
     partly = recipe(model={"freeze": ["*embed_tokens*"]})
     found, _ = contenders(partly, [("fsdp", "mixed"), ("zero3", "mixed")])
     with pytest.raises(
@@ -90,6 +90,10 @@ def test_unequal_plans_are_refused() -> None:
         ({"precision": {"low_dtype": "float16"}}, "low_dtype float16"),
         ({"engine": {"offload": "cpu"}}, "offload"),
         ({"train": {"accumulation": 2}}, "accumulation"),
+        (
+            {"model": {"freeze": ["*embed_tokens*"]}, "precision": {"overrides": {"frozen": "bfloat16"}}},
+            "frozen weights in another dtype",
+        ),
     ],
 )
 def test_loops_that_do_not_do_the_work_are_refused(sections: dict[str, Any], named: str) -> None:

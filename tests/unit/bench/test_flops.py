@@ -47,6 +47,7 @@ def counted(model: Any, *, backward: bool) -> int:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("key_value_heads", [4, 2, 1], ids=["all", "grouped", "one"])
 def test_closed_form_is_what_torch_executes(tied: bool, key_value_heads: int) -> None:
+    """P121: torchtitan's estimate had one of attention's two products (torchtitan#4366)."""
     model = model_of(tie_word_embeddings=tied, num_key_value_heads=key_value_heads)
     decoder = Decoder.llama(
         layers=3, hidden=24, intermediate=40, heads=4, key_value_heads=key_value_heads, vocabulary=97, tied=tied
@@ -107,6 +108,7 @@ def test_frozen_weights_save_their_own_gradients() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
 def test_causal_attention_counts_the_pairs_of_the_mask(window: int | None) -> None:
+    """P121: sliding windows were counted as if every query saw a whole one, or all keys."""
     pairs = sum(1 for query in range(LENGTH) for key in range(query + 1) if window is None or query - key < window)
     assert Attention(width=8, window=window).keys(LENGTH, "causal") * LENGTH == pytest.approx(pairs)
 
@@ -125,7 +127,7 @@ def test_sliding_windows_are_of_the_layers_that_have_them() -> None:
 
 
 def test_causal_attention_of_long_rows_is_half() -> None:
-    """By full scores an MFU of 1.21 was reported at 16k tokens (torchtitan#341): half of them are never computed."""
+    """P120: by full scores an MFU of 1.21 was reported at 16k tokens (torchtitan#341): half are never computed."""
     decoder = Decoder.llama(layers=32, hidden=4096, intermediate=14336, heads=32, key_value_heads=8, vocabulary=128256)
     assert decoder.parameters == 8_030_261_248  # Llama 3 8B
     per_token = {mask: flops.model_flops(decoder, [16384], mask) / 16384 for mask in ("causal", "full")}

@@ -70,6 +70,14 @@ def test_mfu_is_null_on_an_unknown_device_and_has_its_conventions_on_a_known_one
     assert row["mfu_with_attention"]["causal"] == pytest.approx(causal * 8 / 312e12)
 
 
+def test_mfu_with_causal_and_with_full_attention_stand_side_by_side() -> None:
+    """P120: with full scores a reader saw an MFU of 1.21 (torchtitan#341); both are shown, each named."""
+    found = made({"fsdp": [measured([1e-9] * 3, device="NVIDIA A100-SXM4-80GB")] * 2})
+    causal, full = map(float, tables(found)[0][1][0][5:7])
+    assert "| MFU 6N | MFU causal | MFU full |" in markdown(found, {})
+    assert 0 < causal < full
+
+
 def test_a_model_whose_flops_are_not_known_has_none() -> None:
     experts = dict(CONFIG, model_type="mixtral", num_local_experts=2, num_experts_per_tok=1)
     found = made({"fsdp": [measured([1.0] * 3)] * 2}, model={"config": experts})

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from samestep.bench.rank import _Taken
 from samestep.bench.statistics import Ratio, Spread
 from samestep.bench.timing import Parts, covered
+from samestep.errors import RunError
 
 
 def test_quartiles_lie_between_the_values() -> None:
@@ -33,6 +38,17 @@ def test_what_slows_both_in_one_round_cancels() -> None:
 )
 def test_time_with_two_collectives_at_once_counts_once(spans: list[tuple[float, float]], expected: float) -> None:
     assert covered(spans) == expected
+
+
+def test_a_loss_that_is_not_finite_ends_the_round() -> None:
+    """Of a loop of another tool too, whose loss would otherwise count as equal to any."""
+    trains: Any = SimpleNamespace(step=lambda data, index, lr: [2.0, float("nan")][index])
+    loader: Any = SimpleNamespace(step=lambda index: None)
+    here: Any = SimpleNamespace(device=torch.device("cpu"))
+    taken = _Taken(trains, loader, [0.1] * 2, Parts(here.device), here)
+    assert len(taken.steps(1)) == 1
+    with pytest.raises(RunError, match="step 2 is not finite"):
+        taken.steps(1)
 
 
 def test_parts_add_up_only_while_they_are_on() -> None:
