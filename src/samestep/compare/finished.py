@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from samestep.training.folder import read_lines
 
 # Two engines are what a comparison is usually of.
 DEFAULT_TESTED = ("engine.name",)
+_AS_LOG = "Give its steps.jsonl itself to read it as a log."
 
 
 def compare_finished(
@@ -56,6 +58,11 @@ def _read(source: Path, name: str, columns: Mapping[str, str] | None) -> Outcome
 
 def _read_run(run: Path, name: str) -> Outcome:
     recipe = read_recipe(run)
+    unknown: tuple[str, ...] = ()
+    if recipe is None:
+        if (run / "recipe.yaml").exists():
+            raise OutputError("is no recipe that can be read.", where=str(run / "recipe.yaml"), remedy=_AS_LOG)
+        unknown = ("its recipe is not there: what was run is not known",)
     variant = Variant(
         name=name,
         engine=recipe.engine.name if recipe else "-",
@@ -66,7 +73,7 @@ def _read_run(run: Path, name: str) -> Outcome:
         outcome = read_outcome(variant, run)
         status = outcome.summary.get("status")
         notes = () if status == "completed" else (f"the run was {status} after {len(outcome.steps)} steps",)
-        return _checked(replace(outcome, notes=notes))
+        return _checked(replace(outcome, notes=(*unknown, *notes)))
     steps = read_lines(run / "steps.jsonl") if (run / "steps.jsonl").is_file() else []
     planned = f" of {recipe.train.steps}" if recipe and recipe.train.steps else ""
     note = f"the run has not ended: {len(steps)}{planned} steps are there"
@@ -78,7 +85,7 @@ def _read_run(run: Path, name: str) -> Outcome:
             summary={},
             recipe=recipe,
             precision=read_precision(run),
-            notes=(note,),
+            notes=(*unknown, note),
         )
     )
 
@@ -88,15 +95,19 @@ def _checked(outcome: Outcome) -> Outcome:
     where = str(outcome.run / "steps.jsonl")
     if not outcome.steps:
         raise OutputError("has no step.", where=where, remedy="Wait for the run's first step, or leave it out.")
-    needed = {"step", "loss", "grad_norm"}
     for number, record in enumerate(outcome.steps, start=1):
-        if not isinstance(record, dict) or not needed <= set(record):
-            raise OutputError(
-                f"line {number} is no step of samestep.",
-                where=where,
-                remedy="Give the file itself to read it as a log.",
-            )
+        if not _is_step(record):
+            raise OutputError(f"line {number} is no step of samestep.", where=where, remedy=_AS_LOG)
+    for one, other in itertools.pairwise(step["step"] for step in outcome.steps):
+        if other != one + 1:
+            raise OutputError(f"step {other} follows step {one}; the record is not whole.", where=where, remedy=_AS_LOG)
     return outcome
+
+
+def _is_step(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        return False
+    return all(name in record and isinstance(record[name], int | float | None) for name in ("loss", "grad_norm"))
 
 
 def _read_log(path: Path, name: str, columns: Mapping[str, str] | None) -> Outcome:

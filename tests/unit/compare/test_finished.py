@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,31 @@ def test_a_run_that_has_not_ended_is_compared_as_far_as_it_came(tmp_path: Path) 
     assert report["variants"][1]["notes"] == ["the run has not ended: 10 of 40 steps are there"]
     assert report["pairs"][0]["steps_compared"] == 10
     assert report["pairs"][0]["ends_early"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("recipe.yaml", lambda text: "{{{", "is no recipe that can be read"),
+        ("steps.jsonl", lambda text: re.sub('{"step": [678],.*\n', "", text), "step 9 follows step 5"),
+        ("steps.jsonl", lambda text: text.splitlines(True)[0] + text, "step 1 follows step 1"),
+        ("steps.jsonl", lambda text: text.replace('"loss": 4.0', '"loss": "4"'), "line 1 is no step of samestep"),
+        ("steps.jsonl", lambda text: text.replace('"step": 1,', '"step": "1",'), "line 1 is no step of samestep"),
+        ("summary.json", lambda text: text[:5], "cannot be read"),
+    ],
+)
+def test_a_damaged_run_is_refused(tmp_path: Path, file: str, change: Callable[[str], str], message: str) -> None:
+    a, b = made_run(tmp_path / "a"), made_run(tmp_path / "b")
+    (b / file).write_text(change((b / file).read_text()))
+    with pytest.raises(SamestepError, match=message):
+        compare_finished([a, b])
+
+
+def test_a_run_without_its_recipe_says_so(tmp_path: Path) -> None:
+    a, b = made_run(tmp_path / "a"), made_run(tmp_path / "b")
+    (b / "recipe.yaml").unlink()
+    report, _ = compare_finished([a, b])
+    assert report["variants"][1]["notes"] == ["its recipe is not there: what was run is not known"]
 
 
 LOSSES = [4.0, 3.5, 3.25]
