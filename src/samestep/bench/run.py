@@ -74,14 +74,16 @@ def bench(
 
 
 def prepare(out: Path, found: Sequence[Contender], *, overwrite: bool) -> None:
-    """Makes `out` a folder without results. OutputError when it has some that must stay, or cannot be written."""
+    """Makes `out` a folder without results. OutputError when it has some that must stay, or cannot be written. Logs of
+    a benchmark that came to no result are none."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         ours = [REPORT, PAGE, ROUNDS, *(f"{each.name}.log" for each in found)]
         there = [name for name in ours if (out / name).exists()]
-        if there and not overwrite:
+        results = [name for name in there if not name.endswith(".log") and (out / name).stat().st_size]
+        if results and not overwrite:
             raise OutputError(
-                f"the folder holds {there[0]}.",
+                f"the folder holds {results[0]}.",
                 where=str(out),
                 remedy="Choose another with --out, or give --overwrite.",
             )

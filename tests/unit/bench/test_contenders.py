@@ -112,3 +112,14 @@ def test_results_are_not_lost(tmp_path: Path) -> None:
     assert (tmp_path / "bench.json").read_text() == "{}"
     prepare(tmp_path, found, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_failed_before_its_first_result_can_be_tried_again(tmp_path: Path) -> None:
+    found = [Contender(name="fsdp", title="samestep fsdp", recipe=recipe())]
+    (tmp_path / "rounds.jsonl").write_text("")
+    (tmp_path / "fsdp.log").write_text("no such file")
+    prepare(tmp_path, found, overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "rounds.jsonl").write_text("{}\n")
+    with pytest.raises(OutputError, match=r"holds rounds\.jsonl"):
+        prepare(tmp_path, found, overwrite=False)
