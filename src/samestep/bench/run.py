@@ -137,7 +137,8 @@ def _round(each: Contender, settings: Settings, out: Path) -> Measured:
         except Interrupted:
             raise
         except SamestepError as error:
-            failed = SamestepError(str(error), where=f"{each.name} (its log: {log})")
+            # A rank that ended early came to write none.
+            failed = SamestepError(str(error), where=f"{each.name} (its log: {log})" if log.exists() else each.name)
             failed.exit_code = error.exit_code
             raise failed from error
         return Measured(**json.loads(result.read_text(encoding="utf-8")))

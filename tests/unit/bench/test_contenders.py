@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from samestep.bench import contenders as module
+from samestep.bench import run
 from samestep.bench.contenders import PEERS, Contender, contenders, refuse_unequal_plans
+from samestep.bench.report import Settings
 from samestep.bench.run import _plan, prepare
 from samestep.errors import EngineError, OutputError, SamestepError
 from samestep.recipe import Recipe
@@ -123,3 +125,17 @@ def test_what_failed_before_its_first_result_can_be_tried_again(tmp_path: Path) 
     (tmp_path / "rounds.jsonl").write_text("{}\n")
     with pytest.raises(OutputError, match=r"holds rounds\.jsonl"):
         prepare(tmp_path, found, overwrite=False)
+
+
+def test_a_log_is_named_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def died(*_: Any, **__: Any) -> None:
+        raise EngineError("rank 1 died", where="", remedy="")
+
+    monkeypatch.setattr(run, "launch_ranks", died)
+    each = Contender(name="fsdp", title="samestep fsdp", recipe=recipe())
+    settings = Settings(rounds=1, warmup=1, steps=1, split=0)
+    for named in (False, True):
+        with pytest.raises(SamestepError) as caught:
+            run._round(each, settings, tmp_path)
+        assert ("fsdp.log" in str(caught.value)) is named
+        (tmp_path / "fsdp.log").touch()
