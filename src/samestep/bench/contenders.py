@@ -114,14 +114,17 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 def _refuse_for_peer(each: Contender, plan: Plan) -> None:
     recipe = each.recipe
+    # DeepSpeed casts all weights, as its plan says; a loop around fully_shard has frozen ones as they were loaded.
+    frozen = [] if recipe.engine.name == "zero3" else [p for p in plan.parameters if not p.trainable]
     reasons = {
         f"the regime {recipe.precision.regime}": plan.regime not in ("full", "mixed"),
         "a regime with overrides": {str(d) for d in (plan.master, plan.gradient, plan.reduce, plan.moments)}
         != {"torch.float32"},
         f"low_dtype {recipe.precision.low_dtype}": str(plan.compute) == "torch.float16",
         "offload": recipe.engine.offload != "none",
-        "frozen weights in another dtype than they were loaded in": each.recipe.engine.name == "fsdp"
-        and any(p.held != p.loaded for p in plan.parameters if not p.trainable),
+        "frozen weights in another dtype than they were loaded in": any(p.held != p.loaded for p in frozen),
+        "frozen weights in low precision under full": plan.regime == "full"
+        and any(p.held.itemsize < 4 for p in frozen if not p.quantised),
         "ignored modules": bool(recipe.engine.ignored_modules),
         "accumulation": recipe.train.accumulation > 1,
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from samestep import models
 from samestep.bench import flops
-from samestep.bench.contenders import Contender, Peer
+from samestep.bench.contenders import PEERS, Contender, Peer
 from samestep.bench.devices import find_device
 from samestep.bench.flops import Decoder
 from samestep.bench.order import PARTS, Measured
@@ -20,7 +20,11 @@ from samestep.errors import ModelError
 from samestep.precision.plan import Plan
 
 _FUSED = "accelerate updates the weights inside of backward: backward and optimizer are one, under backward."
+_ROUNDED = (
+    "DeepSpeed makes its fp32 masters from weights that it has cast to bfloat16: its own loops start from rounded ones."
+)
 _UNSEEN = "torch's profiler saw no collective."
+_DEEPSPEED = [peer.name for peer in PEERS.values() if peer.engine == "zero3"]
 _ON_CPU = "On the CPU memory is what is resident, libraries included."
 
 
@@ -187,6 +191,8 @@ def _footnotes(rows: Sequence[dict[str, Any]], device: str, unknown_flops: str |
         notes.append(_FUSED)
     if any(row["split_seconds"] and row["split_seconds"]["communication"] is None for row in rows):
         notes.append(_UNSEEN)
+    if any(row["precision"] == "mixed" and row["engine"] in _DEEPSPEED for row in rows):
+        notes.append(_ROUNDED)
     if device == "cpu":
         notes.append(_ON_CPU)
     return notes

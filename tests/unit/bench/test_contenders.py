@@ -96,6 +96,10 @@ def test_unequal_plans_are_refused() -> None:
             {"model": {"freeze": ["*embed_tokens*"]}, "precision": {"overrides": {"frozen": "bfloat16"}}},
             "frozen weights in another dtype",
         ),
+        (
+            {"model": {"freeze": ["*embed_tokens*"], "load_dtype": "bfloat16"}, "precision": {"regime": "full"}},
+            "frozen weights in low precision",
+        ),
     ],
 )
 def test_loops_that_do_not_do_the_work_are_refused(sections: dict[str, Any], named: str) -> None:

@@ -108,6 +108,18 @@ def test_a_part_that_cannot_be_told_apart_is_a_dash_with_a_footnote() -> None:
     assert rows[1][1:] == ["0.100", "0.500", "1.000", "-", "0.400", "2.000", "0.400"]
 
 
+@pytest.mark.parametrize(
+    ("other", "regime", "noted"),
+    [("deepspeed", "mixed", True), ("deepspeed", "full", False), ("fsdp2", "mixed", False), ("zero3", "mixed", False)],
+)
+def test_masters_that_deepspeed_rounds_are_noted(other: str, regime: str, noted: bool) -> None:
+    """Under mixed its loops lost the low bits of fp32 weights; from weights that bfloat16 holds their losses are equal
+    to fp32's rounding, as under full."""
+    rounds = {"fsdp": [measured([1.0] * 3)] * 2, other: [measured([1.0] * 3)] * 2}
+    found = made(rounds, precision={"regime": regime})
+    assert any("start from rounded ones" in note for note in found["footnotes"]) is noted
+
+
 def test_the_page_has_a_row_for_everyone() -> None:
     found = made({"fsdp": [measured([1.0] * 3)] * 2, "fsdp2": [measured([4.0] * 3)] * 2})
     page = markdown(found, {"torch": "1.2.3"})
