@@ -39,6 +39,8 @@ def read_log(path: Path, columns: Mapping[str, str] | None = None) -> list[dict[
     """
     columns = dict(columns or {})
     reader = _reader(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError("is no file.", where=str(path), remedy="Give a log that is a file.")
     try:
         if path.is_file() and path.stat().st_size > _LARGEST_FILE:
             raise DataError("is larger than 1 GiB.", where=str(path), remedy="Give a log of the losses alone.")
@@ -87,7 +89,7 @@ def _csv(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
 
 def _jsonl(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
     found: list[tuple[int, dict[str, Any]]] = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 found.append((number, _object(f"{path}:{number}", line)))
@@ -95,7 +97,7 @@ def _jsonl(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def _trainer_state(path: Path, columns: dict[str, str]) -> list[dict[str, Any]]:
-    content = _object(str(path), path.read_text(encoding="utf-8"))
+    content = _object(str(path), path.read_text(encoding="utf-8-sig"))
     history = content.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise DataError(

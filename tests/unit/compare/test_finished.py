@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,15 @@ def test_logs_of_every_kind_say_the_same(tmp_path: Path) -> None:
     report, _ = compare_finished([tmp_path / "a.csv", tmp_path / "trainer_state.json"])
     assert report["pairs"][0]["relation"] == "equal where recorded"
     assert "is not known" in report["verdict"]
+
+
+def test_a_byte_order_mark_is_no_fault_and_a_pipe_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\ufeff{"step": 1, "loss": 4}\n')
+    (tmp_path / "b.json").write_text('\ufeff{"log_history": [{"step": 1, "loss": 4}]}')
+    assert read_log(tmp_path / "a.jsonl") == read_log(tmp_path / "b.json") == [{"step": 1, "loss": 4.0}]
+    os.mkfifo(tmp_path / "c.csv")
+    with pytest.raises(SamestepError, match="is no file"):
+        read_log(tmp_path / "c.csv")
 
 
 def test_a_log_without_norms_is_compared_in_its_losses(tmp_path: Path) -> None:
