@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -96,6 +97,7 @@ def load_meta_model(recipe: ModelRecipe, *, attention: str = "eager") -> PreTrai
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     except Exception as error:  # a config's values reach every corner of the library
         raise _no_model(error, "model.config" if recipe.path is None else "model.path") from error
+    _take_stored_dtypes(model, recipe)
     return _prepared(model, recipe, seed=0)
 
 
@@ -146,12 +148,28 @@ def _stored_model(recipe: ModelRecipe, path: str, dtype: torch.dtype | str) -> P
             where="model.path",
             remedy="Copy or download them again, or give the folder of a whole causal language model.",
         )
-    _refuse_whole_numbers(model, Path(path))
+    refuse_whole_numbers(model, Path(path))
+    _take_stored_dtypes(model, recipe)
     model._samestep_unused = tuple(sorted(info["unexpected_keys"]))
     return model
 
 
-def _refuse_whole_numbers(model: nn.Module, folder: Path) -> None:
+def _take_stored_dtypes(model: nn.Module, recipe: ModelRecipe) -> None:
+    """transformers gives all weights the dtype that the config names: fp32 norms of a bf16 model would be rounded."""
+    folder = weight_files.folder_of(recipe.path) if recipe.path is not None else None
+    if recipe.load_dtype != "stored" or folder is None:
+        return
+    stored = weight_files.tensors(folder)
+    for name, parameter in model.named_parameters():
+        found = stored.get(name)
+        if found is None or not parameter.is_floating_point() or found.dtype == parameter.dtype:
+            continue
+        if found.shape == tuple(parameter.shape):
+            values = parameter.data.to(found.dtype) if parameter.is_meta else weight_files.read(found).clone()
+            parameter.data = values
+
+
+def refuse_whole_numbers(model: nn.Module, folder: Path) -> None:
     """transformers reads the bytes of a quantised weight as if they were the weight, where its config does not say."""
     whole = weight_files.whole_numbers(folder)
     for name, parameter in model.named_parameters():
@@ -274,8 +292,10 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, *, seed: int) -> nn.Modul
     )
     torch.manual_seed(seed)
     try:
-        # Adapters keep the base's dtype here; the precision plan gives them their masters.
-        return get_peft_model(model, config, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about names that peft uses
+            # Adapters keep the base's dtype here; the precision plan gives them their masters.
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise ModelError(_first_line(error), where="model.lora.target_modules") from error
 

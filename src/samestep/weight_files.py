@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
 
 from samestep.errors import ModelError
 
@@ -28,6 +29,18 @@ class StoredTensor:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def folder_of(path: str) -> Path | None:
+    """Where the files of a model are: its folder, or that of a hub model that is whole on this machine."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        found = cached_file(path, "config.json", local_files_only=True)
+    except OSError:
+        return None
+    folder = Path(found).parent if found else None
+    return folder if folder is not None and all(file.is_file() for file in _files(folder)) else None
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:

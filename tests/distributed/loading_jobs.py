@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from samestep import world
+from samestep import models, world
 from samestep.engines import build, loading, torch_native
 from samestep.recipe.schema import Recipe
 
@@ -45,5 +45,26 @@ def buffers(recipe: dict[str, Any]) -> dict[str, torch.Tensor]:
     engine = build.build(checked, model, build.resolve_plan(checked, model), here)
     try:
         return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+    finally:
+        engine.close()
+
+
+def tied_gradient(recipe: dict[str, Any], rows: list[list[int]]) -> tuple[bool, list[tuple[int, torch.Tensor]]]:
+    """Whether head and embedding are one parameter on this rank, and this rank's pieces (first element, values) of its
+    gradient when every rank's loss is the sum over its own row, each token its own label."""
+    checked, here = Recipe.model_validate(recipe), world.start(timeout_seconds=60)
+    model = loading.load_model(checked, here)
+    engine = build.build(checked, model, build.resolve_plan(checked, model), here)
+    try:
+        for turn in engine.turns(1):
+            ids = torch.tensor([rows[turn.rank]])
+            inputs = models.Inputs(input_ids=ids, labels=ids, position_ids=None, document_ids=None)
+            engine.backward(models.loss_sum(engine.model, inputs, attention="sdpa")[0], turn, 1)
+        pieces = zip(engine.masters(), engine.gradients(), strict=True)
+        mine = [
+            (shard.start, g.reshape(-1).clone()) for shard, g in pieces if shard.name == "model.embed_tokens.weight"
+        ]
+        held = dict(engine.module.named_parameters(remove_duplicate=False))
+        return held["lm_head.weight"] is held["model.embed_tokens.weight"], mine
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""Rows P100, P102, P105: one rank loads, the others get their part; buffers and ties come along.
+"""P100, P102, P105: one rank loads, the others get their part; buffers and ties come along.
 
 That training is equal bit for bit from such a start, tied and untied, is in tests/equivalence: every run there on fsdp
 and hsdp begins with it.
@@ -29,8 +29,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(source: Path, engine: str, ranks: int, **model: Any) -> dict[str, Any]:
+def recipe(source: Path, engine: str, ranks: int, regime: str = "mixed", **model: Any) -> dict[str, Any]:
     content = {
+        "precision": {"regime": regime},
         "model": {"path": str(source / "model"), **model},
         "data": {"path": str(source / "rows.jsonl"), "format": "text"},
         "engine": {"name": engine, "ranks": ranks},
@@ -41,7 +42,7 @@ def recipe(source: Path, engine: str, ranks: int, **model: Any) -> dict[str, Any
 
 @pytest.mark.parametrize("load_dtype", ["stored", "bfloat16"])
 def test_p100_only_the_main_rank_ever_holds_the_whole_model(ranks: RankPools, source: Path, load_dtype: str) -> None:
-    """The others hold their shards and one unit, in the dtype of the masters."""
+    """P100: The others hold their shards and one unit, in the dtype of the masters."""
     main, other = ranks.run(2, loading_jobs.held_while_loading, recipe=recipe(source, "fsdp", 2, load_dtype=load_dtype))
     model = make_model()
     units = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
@@ -67,7 +68,7 @@ def test_engines_that_hold_all_weights_load_them_themselves(ranks: RankPools, so
 def test_p102_buffers_are_exact_on_every_rank(
     ranks: RankPools, source: Path, engine: str, size: int, load_dtype: str
 ) -> None:
-    """Rotary frequencies are in no file: what `to_empty` leaves there is garbage. Expected from their formula."""
+    """P102: Rotary frequencies are in no file: what `to_empty` leaves there is garbage. Expected from their formula."""
     config: Any = make_model().config
     head = config.head_dim
     theta = config.rope_parameters["rope_theta"]
@@ -78,3 +79,22 @@ def test_p102_buffers_are_exact_on_every_rank(
         for buffer in rotary:
             assert buffer.dtype == torch.float32
             torch.testing.assert_close(buffer, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "hsdp"])
+def test_p105_a_tied_weight_gets_the_gradient_of_both_its_uses(ranks: RankPools, source: Path, engine: str) -> None:
+    """P105: What is made real from the meta device is not tied any more, and the embedding gets half its gradient."""
+    rows = [[3, 5, 7, 11, 13], [4, 4, 16, 2, 9, 1]]
+    plain = make_model()
+    for row in rows:
+        ids = torch.tensor([row])
+        torch.nn.functional.cross_entropy(plain(input_ids=ids).logits[0], ids[0], reduction="sum").backward()
+    right = plain.model.embed_tokens.weight.grad
+    assert right is not None and plain.lm_head.weight is plain.model.embed_tokens.weight
+    found = torch.full((right.numel(),), float("nan"))
+    made = ranks.run(2, loading_jobs.tied_gradient, recipe=recipe(source, engine, 2, "full"), rows=rows)
+    for is_tied, pieces in made:
+        assert is_tied
+        for start, values in pieces:
+            found[start : start + values.numel()] = values
+    torch.testing.assert_close(found.view_as(right), right, rtol=1e-5, atol=1e-6)

@@ -32,6 +32,7 @@ def cases(engine: str) -> list[tuple[str, str, str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_live_bytes_are_the_planned_ones(ranks, engine):
+    """P110: Estimates knew no stage 1, counted whole gradients in stage 2, and one dtype only."""
     listed = cases(engine)
     measured = ranks.run(2, memory_jobs.live_bytes, cases=listed, timeout_seconds=300.0)
     for index, (name, regime, config, settings) in enumerate(listed):

@@ -20,7 +20,7 @@ from samestep.recipe.schema import Recipe
 from samestep.training.monitor import Monitor
 from tests.distributed.loading_jobs import buffers
 from tests.distributed.memory_jobs import live_bytes
-from tests.equivalence.against_reference import BF16, reference_run
+from tests.equivalence.against_reference import BF16, check_equal, reference_run
 from tests.equivalence.cases import ENGINES, VOCABULARY, make_examples, make_recipe
 from tests.equivalence.precision_jobs import optimizer_of
 from tests.equivalence.toys import Weights, accumulated
@@ -75,13 +75,46 @@ def toy_steps(recipe: dict[str, Any], factor: float, steps: int, dtype: torch.dt
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_p02_the_optimizer_holds_what_the_regime_says(ranks, engine):
-    """The upcast was announced and not made. Read from the optimizer itself; under low the masters stay bf16."""
+    """P02: The upcast was announced and not made. Read from the optimizer itself; under low the masters stay bf16."""
     for regime, dtype in (("mixed", FP32), ("low", BF16)):
         for found in ranks.run(
             size_of(engine), toy_steps, recipe=toy_recipe(engine, regime), factor=1.0, steps=1, dtype=BF16
         ):
             assert found["held"] == {dtype}
             assert found["states"] == {"exp_avg": dtype, "exp_avg_sq": dtype}
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp", "hsdp"])
+def test_p03_a_wider_reduction_does_not_widen_the_moments(ranks, engine):
+    """P03: AdamW took bf16 from the parameters although gradients were reduced in fp32. That is what low means, and
+    says; mixed gives fp32 moments, however gradients are reduced."""
+    for regime, reduce, dtype in (("low", "float32", BF16), ("mixed", "bfloat16", FP32)):
+        recipe = toy_recipe(engine, regime)
+        recipe["precision"]["overrides"] = {"reduce": reduce}
+        for found in ranks.run(size_of(engine), toy_steps, recipe=recipe, factor=1.0, steps=1, dtype=BF16):
+            assert found["held"] == {dtype}
+            assert found["states"] == {"exp_avg": dtype, "exp_avg_sq": dtype}
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2"])
+def test_p04_from_a_bf16_model_both_backends_take_the_steps_of_fp32_masters(run, ranks, model_folder, engine):
+    """P04: a change from ZeRO-2 to DDP alone was the difference between 94 % and 0 %: DDP ran Adam over bf16. In bits
+    those of a plain loop with fp32 masters, which is not that of a plain loop in bf16."""
+    folder = model_folder(dtype=BF16)
+    expected = reference_run(ranks, make_recipe("single", folder), EXAMPLES)
+    check_equal(run(make_recipe(engine, folder), EXAMPLES), expected)
+    low = reference_run(ranks, make_recipe("single", folder, regime="low"), EXAMPLES)
+    assert all(not torch.equal(low[-1][3][name].float(), tensor) for name, tensor in expected[-1][3].items())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_p52_the_first_update_is_the_rate(ranks, engine):
+    """P52: a step made to create the state counted as the first, and the first update was 1.34 times too small.
+    AdamW's first is lr * g / (|g| + eps)."""
+    for regime in ("full", "mixed"):
+        for found in ranks.run(size_of(engine), toy_steps, recipe=toy_recipe(engine, regime), factor=0.5, steps=1):
+            (weight,) = found["weights"]
+            assert 1 - weight == pytest.approx(1e-3, rel=1e-4)
 
 
 def travel(run: Trajectory, start: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -125,8 +158,8 @@ FINE: dict[str, Any] = {
 
 
 def test_p05_what_fine_tuning_gains_does_not_depend_on_the_engine(run, ranks, model_folder):
-    """Fine-tuning from bf16 weights failed on one engine. Held-out loss falls as in plain fp32 training, and by less
-    than half of that where masters stay bf16, as they did there."""
+    """P05: Fine-tuning from bf16 weights failed on one engine. Held-out loss falls as in plain fp32 training, and by
+    less than half of that where masters stay bf16, as they did there."""
     folder = model_folder(dtype=BF16, initializer_range=0.2)
     changes = FINE | {"steps": 40}
     plain = reference_run(ranks, make_recipe("single", folder, regime="full", **changes), EXAMPLES)
@@ -140,7 +173,7 @@ def test_p05_what_fine_tuning_gains_does_not_depend_on_the_engine(run, ranks, mo
 
 
 def test_p08_a_rate_of_6e_7_needs_masters_or_stochastic_rounding(run, model_folder):
-    """Training in bf16 stood still at 6e-7. Along the way that fp32 masters go, stochastic rounding gets as far on
+    """P08: Training in bf16 stood still at 6e-7. Along the way that fp32 masters go, stochastic rounding gets as far on
     average, rounding to nearest hardly anywhere."""
     folder = model_folder(dtype=BF16)
     changes = FINE | {"train__optimizer": {"lr": 6e-7}, "steps": 12, "train__schedule": {"name": "constant"}}
@@ -162,7 +195,7 @@ def test_p08_a_rate_of_6e_7_needs_masters_or_stochastic_rounding(run, model_fold
 
 @pytest.mark.parametrize("engine", ["single", "fsdp", "zero2"])
 def test_p09_weights_of_one_that_cannot_move_are_named(ranks, engine):
-    """Norm weights stayed at 1 for a whole run and nobody was told. A constant gradient, 200 steps of 1e-3."""
+    """P09: Norm weights stayed at 1 for a whole run and nobody was told. A constant gradient, 200 steps of 1e-3."""
     for regime, weight, never_moved, lost in (("low", 1.0, ("weight",), 1.0), ("mixed", 0.8, (), 0.0)):
         for found in ranks.run(size_of(engine), toy_steps, recipe=toy_recipe(engine, regime), factor=0.5, steps=200):
             assert found["weights"] == [pytest.approx(weight, rel=1e-4)]
@@ -196,7 +229,7 @@ def reduced(recipe: dict[str, Any], factors: list[list[float]]) -> tuple[list[fl
 
 @pytest.mark.parametrize("engine", ENGINES[1:])
 def test_p12_bf16_gradients_do_not_cross_the_ranks_in_fp16(ranks, engine):
-    """1e5 is 99840 in bf16 and infinite in fp16."""
+    """P12: 1e5 is 99840 in bf16 and infinite in fp16."""
     for regime, dtype in (("low", BF16), ("mixed", FP32)):
         recipe = make_recipe(engine, "unused", regime=regime)
         for values, dtypes, _ in ranks.run(2, reduced, recipe=recipe, factors=[[1e5, 1e5]]):
@@ -207,7 +240,7 @@ def test_p12_bf16_gradients_do_not_cross_the_ranks_in_fp16(ranks, engine):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("shard_ranks", [1, 2])
 def test_p16_every_dimension_of_a_mesh_is_reduced_in_the_dtype_asked_for(ranks, shard_ranks, accumulation):
-    """One of two reductions stayed in bf16, without accumulation only. 256 + 1 is 257 in fp32, 256 in bf16."""
+    """P16: One of two reductions stayed in bf16, without accumulation only. 256 + 1 is 257 in fp32, 256 in bf16."""
     recipe = make_recipe("hsdp", "unused", engine__shard_ranks=shard_ranks, train__accumulation=accumulation)
     for values, dtypes, names in ranks.run(2, reduced, recipe=recipe, factors=[[256.0, 1.0]] * accumulation):
         assert values == [257.0 * accumulation]
@@ -217,7 +250,7 @@ def test_p16_every_dimension_of_a_mesh_is_reduced_in_the_dtype_asked_for(ranks, 
 
 @pytest.mark.parametrize("regime", ["mixed", "low"])
 def test_p14_a_thousand_ranks_add_up(ranks, regime):
-    """1024 ones added one after the other in bf16 make 256, and large runs became unstable."""
+    """P14: 1024 ones added one after the other in bf16 make 256, and large runs became unstable."""
     total = torch.zeros((), dtype=BF16)
     for _ in range(1024):
         total += 1
@@ -261,7 +294,7 @@ def late_gradients(recipe: dict[str, Any], factors: list[list[float]]) -> dict[s
     ],
 )
 def test_p17_a_weight_first_used_in_the_last_micro_batch(ranks, engine, every):
-    """FSDP stopped there with gradients of two dtypes. 256, 1 and 2 need fp32 for their sum."""
+    """P17: FSDP stopped there with gradients of two dtypes. 256, 1 and 2 need fp32 for their sum."""
     recipe = make_recipe(engine, "unused", engine__reduce_every=every, train__accumulation=2)
     found: dict[str, list[float]] = {}
     for of_rank in ranks.run(size_of(engine), late_gradients, recipe=recipe, factors=[[256.0, 0.0], [1.0, 2.0]]):
@@ -280,7 +313,7 @@ OPTIMIZERS: dict[str, Any] = {  # recipe's optimizer and regime: class, the pack
 
 @pytest.mark.parametrize("engine", [*ENGINES, "zero2, offloaded", "zero3, offloaded"])
 def test_p23_the_optimizer_is_the_one_asked_for(ranks, engine):
-    """An 8-bit optimizer was replaced by a 32-bit one; DeepSpeed likes to take its own where it offloads."""
+    """P23: An 8-bit optimizer was replaced by a 32-bit one; DeepSpeed likes to take its own where it offloads."""
     name, _, offloaded = engine.partition(", ")
     for case, (settings, regime, kind, package, states) in OPTIMIZERS.items():
         if offloaded and regime != "mixed":
@@ -368,7 +401,7 @@ def cosines(frequencies: torch.Tensor, positions: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_p24_buffers_are_the_same_in_training_and_evaluation(long_rows, engine):
-    """A cast before the evaluation took the fp32 buffers along, and the logits were others."""
+    """P24: A cast before the evaluation took the fp32 buffers along, and the logits were others."""
     for found in long_rows(engine):
         assert found["buffers"] == {FP32}
         training, evaluation = found["logits"]
@@ -377,7 +410,7 @@ def test_p24_buffers_are_the_same_in_training_and_evaluation(long_rows, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_p25_rotary_frequencies_are_not_rounded(long_rows, engine):
-    """Frequencies that an engine casts to bf16 put cosines off by 0.86 within 2048 positions."""
+    """P25: Frequencies that an engine casts to bf16 put cosines off by 0.86 within 2048 positions."""
     exact = 10000.0 ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
     cast = cosines(exact.float().bfloat16(), 2048) - cosines(exact, 2048)
     assert cast.abs().max() == pytest.approx(0.86, abs=0.02)
@@ -388,7 +421,7 @@ def test_p25_rotary_frequencies_are_not_rounded(long_rows, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_p104_long_rows_give_the_logits_of_plain_transformers(long_rows, engine):
-    """With ZeRO-3 and bf16 the loss was too high, the more the longer the rows were."""
+    """P104: With ZeRO-3 and bf16 the loss was too high, the more the longer the rows were."""
     (plain,) = long_rows("plain")
     for found in long_rows(engine):
         assert found["logits"] == plain["logits"]
@@ -397,8 +430,8 @@ def test_p104_long_rows_give_the_logits_of_plain_transformers(long_rows, engine)
 @pytest.mark.parametrize("load_dtype", ["stored", "bfloat16", "float32"])
 @pytest.mark.parametrize("engine", ["single", "fsdp", "zero3"])
 def test_p103_constants_of_the_constructor_are_exact(ranks, model_folder, engine, load_dtype):
-    """Inside a context of bf16 a constructor's arange(4096) is rounded to eight bits. GPT-J makes a table of sines and
-    cosines there, in the default dtype."""
+    """P103: Inside a context of bf16 a constructor's arange(4096) is rounded to eight bits. GPT-J makes a table of
+    sines and cosines there, in the default dtype."""
     sizes = {"max_position_embeddings": 4096, "n_embd": 32, "n_layer": 1, "n_head": 1, "rotary_dim": 32}
     folder = model_folder(dtype=BF16, model_type="gptj", tie_word_embeddings=False, **sizes)
     angles = torch.arange(4096, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, 32, 2).double() / 32)
@@ -413,7 +446,7 @@ def test_p103_constants_of_the_constructor_are_exact(ranks, model_folder, engine
 
 @pytest.mark.parametrize("engine", ["fsdp", "zero2", "fsdp, offloaded", "zero2, offloaded", "zero3, offloaded"])
 def test_p27_accumulation_in_fp32_and_bf16_differ_by_rounding(run, ranks, model_folder, engine):
-    """Gradients accumulated in fp32 on the offload path were others, and training slower. Four micro-batches."""
+    """P27: Gradients accumulated in fp32 on the offload path were others, and training slower. Four micro-batches."""
     folder, (name, _, offloaded) = model_folder(dtype=BF16), engine.partition(", ")
     changes: dict[str, Any] = {"train__accumulation": 4, "train__micro_batch": 1, "steps": 1} | FINE
     expected = reference_run(ranks, make_recipe("single", folder, **changes), EXAMPLES)
@@ -428,7 +461,7 @@ def test_p27_accumulation_in_fp32_and_bf16_differ_by_rounding(run, ranks, model_
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_p45_decay_is_the_recipes_and_decoupled(ranks, engine, name):
-    """ "Adam" meant AdamW, and what no recipe said was 0 or 0.01. Without a gradient, decay takes lr * decay of the
+    """P45: "Adam" meant AdamW, and what no recipe said was 0 or 0.01. Without a gradient, decay takes lr * decay of the
     weight; an Adam that adds it to the gradient takes lr."""
     for decay, weight in (({"weight_decay": 0.1}, (1 - 1e-2 * 0.1) ** 10), ({}, 1.0)):
         recipe = toy_recipe(engine, "mixed", name=name, lr=1e-2, **decay)
@@ -450,7 +483,7 @@ BUCKET = "engine.bucket_elements=2000"
 
 
 def test_p113_frozen_weights_have_no_gradient_buffers(ranks):
-    """With most weights frozen, offloading them took more memory, for gradients that nobody needs. Bytes of live
+    """P113: With most weights frozen, offloading them took more memory, for gradients that nobody needs. Bytes of live
     tensors after a backward pass by hand: 16 for every trained weight, 2 for every frozen one."""
     freeze = "model.freeze=[model.embed_tokens.*, lm_head.*, '*.mlp.*', '*.k_proj.*', '*.v_proj.*', '*.o_proj.*']"
     trained, frozen = 2 * 64 * 64 + NORMS, TABLES + MLPS + ATTENTION - 2 * 64 * 64
@@ -500,7 +533,7 @@ ROOT, BLOCK = TABLES + 64, (MLPS + ATTENTION) // 2 + 2 * 64
     ],
 )
 def test_p115_the_largest_buffer_of_a_reduction_is_the_planned_one(ranks, engine, settings, right):
-    """Two vocabulary tables in one reduction took 9 GiB at once, and no estimate had said so. In bytes, by hand."""
+    """P115: Two vocabulary tables in one reduction took 9 GiB at once, and no estimate had said so. Bytes by hand."""
     assert ranks.run(2, largest_buffer, engine=engine, settings=settings) == [right] * 2
     recipe = recipe_for(engine, "mixed", 2, config=CONFIG, settings=settings)
     assert planned(recipe).largest_buffer_bytes == right

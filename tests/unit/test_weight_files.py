@@ -74,3 +74,15 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as error:
         weight_files.tensors(tmp_path)
     assert error.value.where == str(tmp_path / "gone.safetensors")
+
+
+def test_the_folder_of_a_hub_model_is_one_with_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may have the index and only some of the files that it names."""
+    monkeypatch.setattr(weight_files, "cached_file", lambda path, name, **_: str(tmp_path / name))
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"a": torch.zeros(2)}, tmp_path / "one.safetensors")
+    assert weight_files.folder_of("some/model") is None
+    save_file({"b": torch.zeros(2)}, tmp_path / "two.safetensors")
+    assert weight_files.folder_of("some/model") == tmp_path
+    assert weight_files.folder_of(str(tmp_path)) == tmp_path

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import cached_file
 
 from samestep import models, weight_files
 from samestep.recipe.schema import Model as ModelRecipe
@@ -52,7 +50,7 @@ def open_base(recipe: ModelRecipe) -> BaseModel | None:
         return None
     plain = recipe.model_copy(update={"lora": None, "freeze": []})
     skeleton = models.load_meta_model(plain)
-    folder = _folder(recipe.path)
+    folder = weight_files.folder_of(recipe.path)
     if folder is None or not isinstance(skeleton, PreTrainedModel) or _is_converted(skeleton):
         return None
     stored = weight_files.tensors(folder)
@@ -85,17 +83,6 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def unwrapped(name: str) -> str:
     """The name in the model itself of a parameter of an adapted model that belongs to no adapter."""
     return name.removeprefix(_WRAPPED).replace(".base_layer.", ".")
-
-
-def _folder(path: str) -> Path | None:
-    """Where the files of a model are: its folder, or that of a hub model on this machine."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        found = cached_file(path, "config.json", local_files_only=True)
-    except OSError:
-        return None
-    return Path(found).parent if found else None
 
 
 def _is_converted(model: PreTrainedModel) -> bool:

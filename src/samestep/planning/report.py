@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from samestep import memory, models
+from samestep import memory, models, weight_files
 from samestep.data import prepare
 from samestep.dtypes import dtype_name
 from samestep.engines.build import resolve_plan
+from samestep.errors import ModelError
 from samestep.memory import Estimate
 from samestep.optim import lr_at
 from samestep.planning.samples import sample
@@ -30,6 +31,7 @@ def plan(recipe: Recipe, *, device_memory: int | None = None) -> dict[str, Any]:
     `device_memory` is in bytes. Raises SamestepError.
     """
     model = models.load_meta_model(recipe.model)
+    _refuse_quantised(model, recipe)
     models.unit_modules(model, recipe.engine.unit_classes)
     resolved = resolve_plan(recipe, model)
     if resolved.regime == "mixed-fp8":
@@ -51,6 +53,23 @@ def plan(recipe: Recipe, *, device_memory: int | None = None) -> dict[str, Any]:
         "memory": _memory(memory.table(recipe, model), device_memory),
         "forecast": _forecast(recipe, model, resolved, steps),
     }
+
+
+def _refuse_quantised(model: nn.Module, recipe: Recipe) -> None:
+    """A model on the meta device has the weights that its config describes before they are quantised."""
+    if recipe.model.path is None:
+        return
+    method = getattr(models.config_of(model), "quantization_config", None)
+    if method is not None:
+        name = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+        raise ModelError(
+            f"its config quantises the weights{f' ({name})' if name else ''}, and a plan does not load them: it would "
+            "be of other sizes and dtypes",
+            where="model.path",
+            remedy="Plan with the folder of the model before it was quantised; a run checks what it loads.",
+        )
+    if (folder := weight_files.folder_of(recipe.model.path)) is not None:
+        models.refuse_whole_numbers(model, folder)
 
 
 def _steps(recipe: Recipe) -> int:
@@ -93,7 +112,8 @@ def _memory(estimates: list[Estimate], device_memory: int | None) -> list[dict[s
 
 def _forecast(recipe: Recipe, model: nn.Module, plan: Plan, steps: int) -> dict[str, Any]:
     train, missing = recipe.train, {"lost_share": None, "unseen_share": None, "dropped_share": None}
-    nothing: dict[str, Any] = {**missing, "by_class": {}, "never_move": [], "after": []}
+    limit = {"max_lost_share": recipe.precision.max_lost_update_share}
+    nothing: dict[str, Any] = {**missing, **limit, "by_class": {}, "never_move": [], "after": []}
     if train.optimizer.name != "adamw":
         return {**nothing, "source": f"no forecast: the size of {train.optimizer.name}'s updates is not known before"}
     samples = sample(recipe, model)
@@ -103,6 +123,7 @@ def _forecast(recipe: Recipe, model: nn.Module, plan: Plan, steps: int) -> dict[
     found = forecasts.forecast(samples.weights, lrs, Rounding.of(recipe.precision, plan), betas=train.optimizer.betas)
     return {
         **_headline(found.first, found.after[-1]),
+        **limit,
         "peak_lr": found.peak_lr,
         "after": [asdict(shares) for shares in found.after],
         "by_class": {

@@ -46,7 +46,10 @@ def sample(recipe: Recipe, model: nn.Module) -> Samples:
     # Adapters are fresh also where the model is stored.
     known = {name for name in trainable if "lora_" not in name}
     found = _stored(folder, sorted(known))
-    samples = _cut(trainable, found, "the stored weights", assume=_spread(model), never_assume=known)
+    source = "the stored weights" if known else "numbers like the initial values of fresh adapters"
+    if known and len(known) < len(trainable):
+        source += " and of numbers like the initial values of fresh adapters"
+    samples = _cut(trainable, found, source, assume=_spread(model), never_assume=known)
     if not samples.weights:
         return Samples(weights=(), source=f"{folder} has no safetensors with the trainable weights")
     return samples

@@ -184,6 +184,12 @@ def _forecast_notes(forecast: dict[str, Any]) -> list[str]:
         notes.append(
             "lost and unseen: of that step's updates. A dash: rounding is stochastic, on average nothing vanishes."
         )
+    lost, limit = forecast["lost_share"], forecast["max_lost_share"]
+    if lost is not None and limit is not None and lost > limit:
+        notes.append(
+            f"{share_text(lost)} of the updates at the highest learning rate are lost, more than "
+            f"precision.max_lost_update_share ({limit:g}) allows: such a run refuses to start."
+        )
     if forecast["never_move"]:
         notes.append(f"Will never move: {_some(forecast['never_move'])}.")
     return notes

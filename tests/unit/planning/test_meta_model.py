@@ -74,6 +74,25 @@ def test_dtype_of_the_files_where_the_config_names_none(folder: Path) -> None:
         config.write_text(text)
 
 
+def test_stored_means_the_dtype_of_every_tensor_in_its_file(tmp_path: Path) -> None:
+    """P18: fp32 norms in a bf16 base, rounded to bf16 by transformers; and bf16 weights whose config says float32."""
+    model = make_model(dtype=torch.bfloat16)
+    norms = {name: p for name, p in model.named_parameters() if "norm" in name}
+    for number, parameter in enumerate(norms.values()):
+        parameter.data = parameter.data.float() + 2**-12 * (number + 1)  # no bf16 numbers
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    for named in ("bfloat16", "float32"):
+        config.write_text(config.read_text().replace('"dtype": "bfloat16"', f'"dtype": "{named}"'))
+        loaded = models.load_model(Model(path=str(tmp_path)), seed=0)
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name)), name
+            assert parameter.dtype == (torch.float32 if name in norms else torch.bfloat16)
+        assert seen(models.load_meta_model(Model(path=str(tmp_path)))) == seen(loaded)
+    wide = models.load_model(Model(path=str(tmp_path), load_dtype="bfloat16"), seed=0)
+    assert {p.dtype for p in wide.parameters()} == {torch.bfloat16}
+
+
 def test_no_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be loaded"):
         models.load_meta_model(Model(path=str(tmp_path)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from samestep import cli
 from tests.small_runs import change, make_folder, make_model
@@ -92,6 +93,15 @@ def test_options_reach_the_recipe(folder: Path, capsys: pytest.CaptureFixture[st
     assert found["forecast"]["unseen_share"] == 0.0
 
 
+def test_what_the_guard_will_refuse_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, said in (("0.5", True), ("1.0", False), ("null", False)):
+        assert (
+            cli.main(["plan", "r.yaml", "--precision", "low", "--set", f"precision.max_lost_update_share={limit}"]) == 0
+        )
+        assert ("precision.max_lost_update_share (0.5) allows" in capsys.readouterr().out) is said
+    assert plan(capsys, "--precision", "low")["forecast"]["max_lost_share"] == 0.5
+
+
 def test_what_fits_is_marked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = sorted({row["bytes_per_rank"] for row in plan(capsys)["memory"]})
     found = plan(capsys, "--device-memory", f"{sizes[1]}B")
@@ -151,6 +161,7 @@ def test_adapters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"]["trainable"] == 3 * 2 * 24
     assert len(found["parameters"]["without_master"]) == 1 + 3 * 9 + 1
     assert found["forecast"]["by_class"]["attention"]["weights"] == 3 * 2 * 24
+    assert found["forecast"]["source"] == "144 samples of numbers like the initial values of fresh adapters"
 
 
 @pytest.mark.parametrize("size", ["80GX", "much", "0GB", "-1GB"])
@@ -168,6 +179,19 @@ def test_bad_models(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be loaded" in refused(capsys)
     (folder / "model" / "config.json").unlink()
     assert "cannot be loaded" in refused(capsys)
+
+
+def test_quantised_weights_are_not_planned_as_something_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = folder / "model" / "model.safetensors"
+    stored = load_file(weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored[name] = torch.zeros(stored[name].shape, dtype=torch.uint8)
+    save_file(stored, weights, metadata={"format": "pt"})
+    assert f"{name} is stored as whole numbers" in refused(capsys)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    assert "its config quantises the weights (bitsandbytes)" in refused(capsys)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def plan_of(regime: str, overrides: dict[str, Any], **arguments: Any) -> Plan:
     ],
 )
 def test_p15_every_role_can_be_named(regime, role, wanted):
+    """P15: There was no way to set the dtype of a single role."""
     plan = plan_of(regime, {role: wanted})
     assert plan.roles[role].dtypes == (getattr(torch, wanted),)
     others = plan_of(regime, {}).roles
