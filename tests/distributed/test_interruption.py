@@ -36,9 +36,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("engine", "number", "to"),
     [
-        ("single", signal.SIGTERM, "process"),
+        ("single", signal.SIGHUP, "process"),
         ("fsdp", signal.SIGTERM, "every process"),
-        ("hsdp", signal.SIGHUP, "process"),
         ("zero2", signal.SIGINT, "group"),
     ],
 )

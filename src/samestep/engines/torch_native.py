@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -215,8 +216,15 @@ def _mesh(recipe: EngineRecipe, world: World) -> tuple[DeviceMesh, Replica]:
     """The mesh to shard over, and this rank's place among the replicas."""
     shard_ranks = {"single": 1, "ddp": 1, "fsdp": world.size}.get(recipe.name) or recipe.shard_ranks or world.size // 2
     replicas = world.size // shard_ranks
-    mesh = init_device_mesh(world.device.type, (replicas, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    mesh = _mesh_of(world.device.type, replicas, shard_ranks, dist.group.WORLD)
     return mesh, Replica(index=world.rank // shard_ranks, count=replicas)
+
+
+@functools.cache
+def _mesh_of(device: str, replicas: int, shard_ranks: int, within: dist.ProcessGroup | None) -> DeviceMesh:
+    """The mesh of this shape over the ranks of `within`. Engines share it: every gloo group has threads that poll for
+    as long as the process lives, and torch keeps meshes in caches, so that its groups cannot be destroyed with one."""
+    return init_device_mesh(device, (replicas, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(
